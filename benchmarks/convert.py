@@ -112,7 +112,7 @@ def measure(plain: nn.Module) -> dict[str, object]:
     image = torch.rand(1, 3, SIDE_PX, SIDE_PX, dtype=torch.float64)
     try:
         for strides in ("keep", "pool"):
-            net = rp.equivariant(plain, 4, keep="maps", strides=strides)  # type: ignore[arg-type]
+            net = rp.equivariant(plain, 4, keep="maps", strides=strides)
             if sizes := nearest_sizes(net, image, SIDE_PX):
                 break
     except ValueError as error:
@@ -181,16 +181,16 @@ def run_onnx(frozen: nn.Module, x: Tensor) -> Tensor:
 def build(library: str, name: str) -> nn.Module:
     """Return a network in evaluation mode, in float64, with random statistics of batch norms."""
     if library == "timm":
-        import timm
+        import timm  # type: ignore[import-not-found]
 
         options = {"model_name": name, "num_classes": CLASSES, **TIMM.get(name, {})}
         net: nn.Module = timm.create_model(**options)
     elif name == "resnet18 with a feature pyramid":
-        from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+        from torchvision.models.detection.backbone_utils import resnet_fpn_backbone  # type: ignore[import-not-found]
 
         net = resnet_fpn_backbone(backbone_name="resnet18", weights=None, norm_layer=nn.BatchNorm2d)
     else:
-        from torchvision.models import get_model
+        from torchvision.models import get_model  # type: ignore[import-not-found]
 
         net = get_model(name, weights=None, num_classes=CLASSES, **TORCHVISION.get(name, {}))
     for module in net.modules():

@@ -82,7 +82,7 @@ def train(net: nn.Module, data: Data, epochs: int, rate: float, seed: int) -> tu
         x = rotate_and_flip(images[drawn].float() / 255)
         loss = F.binary_cross_entropy_with_logits(net(x).flatten(), labels[drawn])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
         if (step + 1) % (len(images) // BATCH) == 0:
@@ -107,7 +107,7 @@ def predict(net: Callable[[Tensor], Tensor], images: Tensor, quarter_turns: int 
     if isinstance(net, nn.Module):
         net.eval()
     with torch.no_grad():
-        parts = [net((part.float() / 255).rot90(quarter_turns, (2, 3))).flatten() for part in images.split(256)]
+        parts = [net((part.float() / 255).rot90(quarter_turns, (2, 3))).flatten() for part in torch.split(images, 256)]
     return torch.cat(parts)
 
 

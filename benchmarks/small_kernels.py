@@ -2,15 +2,16 @@
 
     .venv/bin/python benchmarks/small_kernels.py
 
-Kernels: two layers, a lifting and a group convolution with N = 8, as in benchmarks/fidelity.py, on smooth random images.
-"5×5, nine weights" are the nine most exact harmonics of 5 × 5 px, so that a kernel has as many weights as a 3 × 3
-kernel. Networks: a small ResNet (16, 32 and 64 channels) converted to N = 8 with single options, and with
+Kernels: two layers, a lifting and a group convolution with N = 8, as in benchmarks/fidelity.py, on smooth random
+images. "5×5, nine weights" are the nine most exact harmonics of 5 × 5 px, so that a kernel has as many weights as a
+3 × 3 kernel. Networks: a small ResNet (16, 32 and 64 channels) converted to N = 8 with single options, and with
 `preset="faithful"`, at 45° and 22.5°. Errors are medians over nine draws of the weights (five for networks).
 """
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +25,7 @@ from rotopath.group import kernel_families
 from rotopath.metrics import smooth_images, untrained_errors
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "models"))
-from plain_networks import ResNet18
+from plain_networks import ResNet18  # type: ignore[import-not-found]
 
 WIDTHS = (16, 32, 64)
 CHANNELS = 4
@@ -50,11 +51,12 @@ def few_harmonics(weights: int) -> Iterator[None]:
     harmonics, count = kernel_families.circular_harmonics, rp.group.count_taps
 
     def fewest(size: int) -> tuple[Tensor, Tensor]:
-        mask, kernel_families.disc_mask = kernel_families.disc_mask, lambda _: torch.ones(weights, dtype=torch.bool)
+        families: Any = kernel_families
+        mask, families.disc_mask = families.disc_mask, lambda _: torch.ones(weights, dtype=torch.bool)
         try:
             return harmonics.__wrapped__(size)
         finally:
-            kernel_families.disc_mask = mask
+            families.disc_mask = mask
 
     kernel_families.circular_harmonics = fewest  # type: ignore[assignment]
     rp.group.count_taps = lambda *_: weights
@@ -83,11 +85,9 @@ def measure_kernels() -> None:
         for relu in (False, True):
             if few:
                 with few_harmonics(9):
-                    errors.append(median(untrained_errors(lambda r=relu: two_layers(5, "harmonic", r), x, 45.0)))
+                    errors.append(median(untrained_errors(partial(two_layers, 5, "harmonic", relu), x, 45.0)))
             else:
-                errors.append(
-                    median(untrained_errors(lambda r=relu, s=size, k=kernel: two_layers(s, k, r), x, 45.0))
-                )
+                errors.append(median(untrained_errors(partial(two_layers, size, kernel, relu), x, 45.0)))
         weights = 9 if few else rp.group.count_taps(size, kernel)
         rows.append(
             {
@@ -101,15 +101,16 @@ def measure_kernels() -> None:
     record("small-kernels", rows)
 
 
+def build(options: dict[str, Any]) -> nn.Module:
+    return rp.equivariant(ResNet18(WIDTHS), 8, **options)
+
+
 def measure_networks() -> None:
     rows = []
     for name, options in NETWORKS.items():
         is_even = options.get("strides") == "pool" or "preset" in options
         x = smooth_images(4, 128 if is_even else 129)
-        errors = {
-            angle: median(untrained_errors(lambda o=options: rp.equivariant(ResNet18(WIDTHS), 8, **o), x, angle, 5))
-            for angle in (45.0, 22.5)
-        }
+        errors = {angle: median(untrained_errors(partial(build, options), x, angle, 5)) for angle in (45.0, 22.5)}
         rows.append({"options": name, **{f"{angle:g}°": f"{error:.4f}" for angle, error in errors.items()}})
     record("small-kernels-networks", rows)
 

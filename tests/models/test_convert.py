@@ -325,7 +325,9 @@ def test_concatenation_along_the_last_axis_is_accepted_for_vectors_only() -> Non
 
 def test_strided_convolutions_refuse_even_sizes() -> None:
     net = rp.equivariant(ResNet18((8, 16)), 4)
-    with pytest.raises(ValueError, match=r"64 × 64 px, because of LiftConv2d .* 64 px exactly, .* use sides of 57 or 65 px"):
+    with pytest.raises(
+        ValueError, match=r"64 × 64 px, because of LiftConv2d .* 64 px exactly, .* use sides of 57 or 65 px"
+    ):
         net(torch.rand(1, 3, 64, 64))
 
 
@@ -429,10 +431,16 @@ class DiffersInTraining(nn.Module):
             r"'1' \(Upsample\): its size or scale_factor is \(1.0, 2.0\), which is not symmetric under rotation",
         ),
         (small(nn.InstanceNorm2d(8, track_running_stats=True)), r"'1' \(InstanceNorm2d\): it keeps running statistics"),
-        (small(parametrizations.weight_norm(nn.Conv2d(8, 8, 3))), r"'1' \(ParametrizedConv2d\): its weights are parametrized"),
+        (
+            small(parametrizations.weight_norm(nn.Conv2d(8, 8, 3))),
+            r"'1' \(ParametrizedConv2d\): its weights are parametrized",
+        ),
         (small(nn.LayerNorm((8, 9, 9))), r"'1' \(LayerNorm\): it normalizes 648 values, .* use GroupNorm\(1, 8\)"),
         (small(rp.nn.Project()), r"'1' \(Project\): it is already a layer of rotopath"),
-        (nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(3, 8, 3)), r"'0' \(MaxPool2d\): it pools the image, or values whose .*; move it"),
+        (
+            nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(3, 8, 3)),
+            r"'0' \(MaxPool2d\): it pools the image, or values whose .*; move it",
+        ),
         (nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()), "needs a convolution larger than 1×1"),
         (nn.Sequential(small(), nn.Flatten(2)), "cannot convert '1'"),
         (Function(lambda x: x.flip(-1)), "cannot convert 'flip': its behavior under rotation of the image is"),
@@ -463,7 +471,8 @@ def test_convolutions_after_the_projection_are_refused() -> None:
             return self.next(torch.cat([x, self.conv(x)], 1))
 
     with pytest.raises(
-        ValueError, match=r"cannot convert 'next' \(Conv2d\): it reads values that have no orientations, for which only 1 × 1"
+        ValueError,
+        match=r"cannot convert 'next' \(Conv2d\): it reads values that have no orientations, for which only 1 × 1",
     ):
         rp.equivariant(Mixes())
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import rotopath as rp
 from rotopath.models.convert import nearest_sizes
-from rotopath.models.convert.standard import make_square
+from rotopath.models.convert.tracing import make_square
 
 C = 8
 
@@ -190,7 +190,9 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "sync batch norm": lambda: nn.SyncBatchNorm(C),
     "reflection padding": lambda: nn.Sequential(nn.ReflectionPad2d(1), nn.Conv2d(C, C, 3)),
     "dilation": lambda: nn.Conv2d(C, C, 3, padding=2, dilation=2),
-    "1x7 and 7x1": lambda: nn.Sequential(nn.Conv2d(C, C, (1, 7), padding=(0, 3)), nn.Conv2d(C, C, (7, 1), padding=(3, 0))),
+    "1x7 and 7x1": lambda: nn.Sequential(
+        nn.Conv2d(C, C, (1, 7), padding=(0, 3)), nn.Conv2d(C, C, (7, 1), padding=(3, 0))
+    ),
     "patches": lambda: nn.Conv2d(C, C, 3, stride=3, padding=1),
     "even kernel": lambda: nn.Conv2d(C, C, 2),
     "transposed": lambda: nn.ConvTranspose2d(C, C, 4, stride=2, padding=1, groups=2),
@@ -273,7 +275,9 @@ def test_copied_networks_can_be_trained_and_orientations_then_read_each_other() 
 
 def test_kernels_that_a_family_cannot_represent_are_not_copied() -> None:
     plain = nn.Sequential(nn.Conv2d(3, 4, 5), nn.Conv2d(4, 4, 3))
-    with pytest.raises(ValueError, match=r"'0' \(Conv2d\): its kernel of 5 × 5 px cannot be copied, .* kernel='square'"):
+    with pytest.raises(
+        ValueError, match=r"'0' \(Conv2d\): its kernel of 5 × 5 px cannot be copied, .* kernel='square'"
+    ):
         rp.equivariant(plain, 4, weights="copy", kernel="harmonic")
     net = rp.equivariant(plain[1:], 4, weights="copy", kernel="harmonic")
     x = torch.rand(1, 4, 9, 9)
@@ -284,7 +288,9 @@ def test_kernels_that_a_family_cannot_represent_are_not_copied() -> None:
 
 
 def test_lazy_layers_get_their_weights() -> None:
-    with pytest.raises(ValueError, match="'0.conv': it is lazy and has no weights yet; run the network once on an image"):
+    with pytest.raises(
+        ValueError, match=r"'0\.conv': it is lazy and has no weights yet; run the network once on an image"
+    ):
         rp.equivariant(nn.Sequential(Lazy(), nn.Conv2d(9, 3, 3)), 4)
     net = rp.equivariant(nn.Sequential(Lazy(), nn.Conv2d(C, 3, 3)), 4).eval()
     assert rp.equivariance_error(net, torch.rand(1, 3, 9, 9)) < 1e-5

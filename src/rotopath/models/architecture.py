@@ -202,7 +202,9 @@ class Architecture:
         counts = []
         for i, stage in enumerate(self.stages):
             axes = orientations if i else 1  # the first stage reads an image, which has no orientations
-            counts.append(channels[i] * (self.in_channels(i, channels) * axes * _count_taps(stage.kernel, self.kernel) + 2))
+            counts.append(
+                channels[i] * (self.in_channels(i, channels) * axes * _count_taps(stage.kernel, self.kernel) + 2)
+            )
         counts.append(self.outputs * (channels[-1] + (2 if self.head_norm else 1)))
         return tuple(counts)
 

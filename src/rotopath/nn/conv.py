@@ -460,8 +460,8 @@ class LiftConv2d(_RotatedConv2d):
 
     (B, C, H, W) → (B, C', N, H', W') with C' = `out_channels` and N = `orientations`. The arguments are those of
     `torch.nn.Conv2d`, but each size is one number for height and width. `kernel` is the family of kernels: "bilinear",
-    "gaussian", "harmonic" or "square" (`rotopath.group.kernel_families`). With `reflections`, the orientation axis has 2N
-    entries: N for rotated kernels, then N for mirrored and rotated kernels.
+    "gaussian", "harmonic" or "square" (`rotopath.group.kernel_families`). With `reflections`, the orientation axis has
+    2N entries: N for rotated kernels, then N for mirrored and rotated kernels.
 
     With `pool` = s, the output is averaged over windows of s × s pixels with a stride of s. This is faster than a
     `GroupAvgPool2d(s)` after the layer, and the result is the same, because both are computed as one convolution.
@@ -491,8 +491,8 @@ class GroupConv2d(_RotatedConv2d):
 
     (B, C, N, H, W) → (B, C', N, H', W') with C' = `out_channels` and N = `orientations`. The arguments are those of
     `torch.nn.Conv2d`, but each size is one number for height and width. `kernel` is the family of kernels: "bilinear",
-    "gaussian", "harmonic" or "square" (`rotopath.group.kernel_families`). With `reflections`, the orientation axis has 2N
-    entries: N for rotated kernels, then N for mirrored and rotated kernels.
+    "gaussian", "harmonic" or "square" (`rotopath.group.kernel_families`). With `reflections`, the orientation axis has
+    2N entries: N for rotated kernels, then N for mirrored and rotated kernels.
 
     With `pool` = s, the output is averaged over windows of s × s pixels with a stride of s. This is faster than a
     `GroupAvgPool2d(s)` after the layer, and the result is the same, because both are computed as one convolution.
@@ -523,10 +523,10 @@ class GroupConv2d(_RotatedConv2d):
 class GroupConvTranspose2d(_RotatedConv2d):
     """Enlarge SE(2) features by the factor `stride` with learned kernels that are rotated and shifted along θ.
 
-    (B, C, N, H, W) → (B, C', N, H', W') with H' = (H - 1) · stride - 2 · padding + dilation · (kernel_size - 1) + 1. The
-    arguments are those of `torch.nn.ConvTranspose2d`, but each size is one number for height and width, and there is no
-    `output_padding`, because it is added at one end only. The layer inserts stride - 1 zeros between neighboring pixels
-    and convolves the result as `GroupConv2d` does. It accepts features of any height and width.
+    (B, C, N, H, W) → (B, C', N, H', W') with H' = (H - 1) · stride - 2 · padding + dilation · (kernel_size - 1) + 1.
+    The arguments are those of `torch.nn.ConvTranspose2d`, but each size is one number for height and width, and there
+    is no `output_padding`, because it is added at one end only. The layer inserts stride - 1 zeros between neighboring
+    pixels and convolves the result as `GroupConv2d` does. It accepts features of any height and width.
 
     >>> up = rp.nn.GroupConvTranspose2d(8, 4, kernel_size=2, orientations=4, stride=2)
     >>> up(torch.zeros(2, 8, 4, 16, 16)).shape
@@ -577,7 +577,9 @@ class GroupConvTranspose2d(_RotatedConv2d):
         return self._transpose(self.kernels())
 
     def _transpose(self, kernels: Tensor) -> Tensor:
-        grouped = kernels.flip(-2, -1).unflatten(0, (self.groups, -1))  # (groups, C'·N / groups, C·N / groups, k, k)
+        grouped: Tensor = torch.unflatten(
+            kernels.flip(-2, -1), 0, (self.groups, -1)
+        )  # (groups, C'·N / groups, C·N / groups, k, k)
         return grouped.transpose(1, 2).flatten(0, 1)
 
     def forward(self, x: Tensor) -> Tensor:

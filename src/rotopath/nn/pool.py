@@ -393,7 +393,7 @@ def shuffle_channels(x: Tensor, groups: int) -> Tensor:
     if has_torch_function((x,)):
         result: Tensor = handle_torch_function(shuffle_channels, (x,), x, groups)
         return result
-    return x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.unflatten(x, 1, (groups, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def reduce_channels(x: Tensor, mode: str) -> Tensor:

@@ -532,9 +532,7 @@ class GraphRewriter:
         return fx.map_arg(old, replace)
 
 
-def _classify_nodes(
-    module: nn.Module, options: ConversionOptions
-) -> tuple[nn.Module, dict[fx.Node, Operation]]:
+def _classify_nodes(module: nn.Module, options: ConversionOptions) -> tuple[nn.Module, dict[fx.Node, Operation]]:
     """Trace a module, and return a copy of it with standard layers, and the operation of each node.
 
     Raises ValueError if the module has hooks, if it cannot be traced, if the behavior of a node under rotation is not
@@ -561,11 +559,10 @@ def _projection_names(layers: Mapping[str, nn.Module]) -> Iterator[str]:
 
 def _count_plain_weights(layers: Sequence[nn.Module]) -> int:
     """Return the number of weights of the plain network, before kernels were made square (`make_square`)."""
-    added = sum(
-        sum(p.numel() for p in layer.parameters()) - layer.plain_weights
-        for layer in layers
-        if isinstance(getattr(layer, "plain_weights", None), int)
-    )
+    added = 0
+    for layer in layers:
+        weights: Any = getattr(layer, "plain_weights", None)
+        added += 0 if weights is None else sum(p.numel() for p in layer.parameters()) - weights
     return sum(p.numel() for p in nn.ModuleList(layers).parameters()) - added
 
 

@@ -31,7 +31,7 @@ def copy_weights(new: nn.Module, plain: nn.Module) -> None:
     assert isinstance(plain, nn.Conv2d | nn.ConvTranspose2d)
     kernels = plain.weight.detach()
     if isinstance(new, GroupConvTranspose2d):  # torch correlates with the kernels rotated by 180°
-        kernels = kernels.flip(-2, -1).unflatten(0, (new.groups, -1)).transpose(1, 2).flatten(0, 1)
+        kernels = torch.unflatten(kernels.flip(-2, -1), 0, (new.groups, -1)).transpose(1, 2).flatten(0, 1)
     base = _solve(kernels, new.kernel)
     with torch.no_grad():
         if isinstance(new, LiftConv2d):
@@ -51,8 +51,8 @@ def expect_linear_head(operations: Iterable[tuple[Operation, ValueKind]]) -> Non
         is_plain_layer = operation.layer is not None and operation.role in ("linear", "plain", "norm")
         if kind is ValueKind.PLAIN and is_plain_layer and not isinstance(operation.layer, nn.Softmax | nn.LogSoftmax):
             raise ValueError(
-                f"equivariant() cannot copy weights: a {type(operation.layer).__name__} reads values whose shape is not "
-                f"known, so that the mean over orientations comes too early; use weights='new'."
+                f"equivariant() cannot copy weights: a {type(operation.layer).__name__} reads values whose shape is "
+                f"not known, so that the mean over orientations comes too early; use weights='new'."
             )
 
 
@@ -71,4 +71,5 @@ def _solve(kernels: Tensor, family: group.Kernel) -> Tensor:
             f"its kernel of {size} × {size} px cannot be copied, because kernel={family!r} has no weights for its "
             f"corners; use kernel='square', the default of weights='copy'"
         )
-    return base.to(kernels)
+    solved: Tensor = base.to(kernels)
+    return solved

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -81,7 +82,11 @@ def _error(net: nn.Module, images: Tensor, angle: float) -> float:
     """Return the equivariance error of a network's output; of several outputs, the largest error."""
     with torch.no_grad():
         count = len(_tensors(net(images[:1])))
-    return max(equivariance_error(lambda x, i=i: _tensors(net(x))[i], images, angle) for i in range(count))
+    return max(equivariance_error(partial(_output, net, i), images, angle) for i in range(count))
+
+
+def _output(net: nn.Module, number: int, x: Tensor) -> Tensor:
+    return _tensors(net(x))[number]
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -276,7 +276,11 @@ def build_counterpart(
             return _build_filter(layer, options.strides)
         case nn.AdaptiveAvgPool2d() | nn.AdaptiveMaxPool2d():
             size = _square(layer.output_size, "output_size")
-            return GroupAdaptiveAvgPool2d(size) if isinstance(layer, nn.AdaptiveAvgPool2d) else GroupAdaptiveMaxPool2d(size)
+            return (
+                GroupAdaptiveAvgPool2d(size)
+                if isinstance(layer, nn.AdaptiveAvgPool2d)
+                else GroupAdaptiveMaxPool2d(size)
+            )
         case nn.Dropout2d():
             return GroupDropout2d(layer.p, layer.inplace)
     return _build_plain(layer, inputs, outputs)
@@ -301,7 +305,9 @@ def count_weights(
         case nn.Conv2d() | nn.ConvTranspose2d():
             taps, axes = prod(layer.kernel_size), 1
             if returns is ValueKind.FEATURES:
-                taps = _count_taps(_new_kernel_size(layer, options), options.kernel_for(_new_kernel_size(layer, options)))
+                taps = _count_taps(
+                    _new_kernel_size(layer, options), options.kernel_for(_new_kernel_size(layer, options))
+                )
                 axes = options.order if reads is ValueKind.FEATURES else 1
             return outputs * (inputs // _group_count(layer, inputs) * axes * taps + bias)
         case nn.Linear():
@@ -350,8 +356,8 @@ def _build_conv(
     if isinstance(layer, nn.ConvTranspose2d) and _stays_transposed(layer, options):
         if reads is not ValueKind.FEATURES:
             raise ValueError("it reads the image; put a convolution before it")
-        names = ("stride", "padding", "dilation")
-        return GroupConvTranspose2d(inputs, outputs, size, **settings, **{f: _square(getattr(layer, f), f) for f in names})
+        settings |= {name: _square(getattr(layer, name), name) for name in ("stride", "padding", "dilation")}
+        return GroupConvTranspose2d(inputs, outputs, size, **settings)
     settings["padding_mode"] = layer.padding_mode
     if isinstance(layer, nn.ConvTranspose2d):
         factor = _upsampling_factor(layer)

@@ -124,7 +124,7 @@ def classify_node(node: fx.Node, model: nn.Module) -> Operation:
     if node.target is center_crop:
         return Operation("crop")
     if node.target in CHANNEL_FUNCTIONS:
-        return Operation(CHANNEL_FUNCTIONS[node.target])  # type: ignore[index]
+        return Operation(CHANNEL_FUNCTIONS[node.target])
     if node.target in RELUS or node.target in pointwise:
         return Operation("pointwise")
     if name in GLOBAL_POOLS and _reduces_height_and_width(node):
@@ -292,7 +292,6 @@ def _classify_resize(size: Any, options: Mapping[str, Any], layer: nn.Module | N
 
 def _classify_pad(node: fx.Node) -> Operation:
     margins = node.args[1] if len(node.args) > 1 else node.kwargs["pad"]
-    mode = node.kwargs.get("mode", node.args[2] if len(node.args) > 2 else "constant")
     if not isinstance(margins, tuple | list) or len(margins) != 4:
         raise ValueError("only padding of height and width is supported; use pad(x, (left, right, top, bottom))")
     if all(isinstance(margin, int) for margin in margins) and len(set(margins)) > 1:

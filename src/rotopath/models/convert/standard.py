@@ -18,29 +18,31 @@ To know shapes, the tracer computes an example on torch's device "meta", which c
 import copy
 import math
 import operator
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from rotopath.models.trace import LayerTracer, expect_no_hooks, get_attribute, is_layer, is_size, trace_graph
-from rotopath.nn import ChannelNorm2d, ChannelScale, GroupFilter2d, StochasticDepth
+from rotopath.models.convert.tracing import (
+    channel_norm,
+    create_lazy_weights,
+    derived_from,
+    describe_graph,
+    expect_no_attention,
+    expect_same_output,
+    linear_as_conv,
+    make_square,
+    replace_layers,
+    standard_layer,
+    trace_with_example,
+    with_class,
+)
+from rotopath.models.trace import expect_no_hooks, get_attribute, is_size, scope_of
+from rotopath.nn import ChannelNorm2d, ChannelScale, GroupFilter2d
 from rotopath.nn.pool import reduce_channels, shuffle_channels, take_channels
 
-# Sides of the example image in px, in the order in which they are tried: sizes for which common networks compute whole
-# windows in every layer, then smaller and larger ones.
-EXAMPLE_SIZES = (225, 224, 299, 65, 64, 33, 32, 16, 9, 512)
-LAZY_PX = 225  # side of the image that creates the weights of lazy layers
-CHECK_PX = 17  # side of the random maps on which a layer of another library is compared with a layer of torch
-# Layers of other libraries that drop whole samples in training. They are known by name, and `drop_prob` or `p`.
-SAMPLE_DROPOUTS = ("DropPath", "StochasticDepth")
-SAME_PADDING = ("Conv2dSame", "Conv2dSamePadding", "Conv2dStaticSamePadding", "Conv2dDynamicSamePadding")
-# Layers of torch from which other libraries derive layers of the same function, with their own `forward`.
-DERIVED = (nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm, nn.Linear, nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.Dropout)
-ATTENTION_ATTRIBUTES = ("qkv", "q_proj", "in_proj_weight", "query", "to_qkv", "q")
-NO_EXAMPLE = object()  # example of a node whose value cannot be computed
+Node = Any  # an fx.Node; the type of its arguments is a union that is too wide to be of use here
 SAME_VALUE = ("contiguous",)  # methods that do not change values
 
 
@@ -51,353 +53,20 @@ def standardize(module: nn.Module, as_maps: bool = False) -> tuple[nn.Module, fx
     has hooks or attention, if it cannot be traced, or if its `forward()` differs between training and evaluation mode.
     """
     expect_no_attention(module)
-    _create_lazy_weights(module)
+    create_lazy_weights(module)
     expect_no_hooks(module, "equivariant")
-    module = _replace_layers(copy.deepcopy(module))
+    module = replace_layers(copy.deepcopy(module))
     for path, layer in module.named_modules():
-        if path and (base := _derived_from(layer)) is not None:
-            _expect_same_output(layer, base, path)
-    graph, other = (_trace_with_example(module.train(mode)) for mode in (True, False))
-    if _describe_graph(graph) != _describe_graph(other):
+        if path and (base := derived_from(layer)) is not None:
+            expect_same_output(layer, base, path)
+    graph, other = (trace_with_example(module.train(mode)) for mode in (True, False))
+    if describe_graph(graph) != describe_graph(other):
         raise ValueError(
             f"equivariant() cannot convert {type(module).__name__}, because its forward() differs between training "
             f"and evaluation mode; use the same code for both modes (dropout layers are supported), and switch "
             f"auxiliary outputs for training off."
         )
     return module, Standardizer(module, other, as_maps).rewrite()
-
-
-def expect_no_attention(module: nn.Module) -> None:
-    """Raise ValueError if a module contains attention between positions, as in vision transformers."""
-    for path, layer in module.named_modules():
-        name = type(layer).__name__
-        is_attention = isinstance(layer, nn.MultiheadAttention) or (
-            ("attention" in name.lower() or "attn" in name.lower())
-            and any(hasattr(layer, attribute) for attribute in ATTENTION_ATTRIBUTES)
-        )
-        if is_attention:
-            raise ValueError(
-                f"equivariant() cannot convert {type(module).__name__}, because {path or 'it'} ({name}) is attention "
-                f"between positions, which has no SE(2) counterpart in rotopath; convert a network of convolutions."
-            )
-
-
-# Tracing
-
-
-class ExampleTracer(LayerTracer):
-    """Tracer that also computes what each node returns for an example image, as tensors on the device "meta".
-
-    The example is in `node.meta["example"]`. Branches that depend on the size of the image are traced for the example.
-    The traced module must be on the device "meta".
-    """
-
-    proxy_buffer_attributes = True  # buffers are read by nodes, as parameters are
-
-    def __init__(self, image: Tensor) -> None:
-        super().__init__()
-        self.image = image
-        self.failures = 0
-        self.is_computing = False  # while an example is computed, nothing is recorded
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return super().is_leaf_module(m, module_qualified_name) or _derived_from(m) is not None
-
-    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.is_computing:
-            return forward(*args, **kwargs)
-        if _derived_from(m) is None:
-            return super().call_module(m, forward, args, kwargs)
-        x = super().call_module(m, forward, args, kwargs)
-        for step in (getattr(m, "drop", None), getattr(m, "act", None)):  # norms with an activation, as in timm
-            if isinstance(step, nn.Module):
-                x = self.call_module(step, step.forward, (x,), {})
-        return x
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        return attr_val if self.is_computing else super().getattr(attr, attr_val, parameter_proxy_cache)
-
-    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
-        example = self._compute(kind, target, args, kwargs)
-        if kind == "call_method" and target in ("dim", "ndimension") and isinstance(example, int):
-            return example
-        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **options)
-        proxy.node.meta["example"] = example
-        return proxy
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return ExampleProxy(node, self)
-
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        example = obj.node.meta.get("example", NO_EXAMPLE)
-        if isinstance(example, bool | int | float | str | tuple | list | None):
-            return bool(example)
-        return bool(super().to_bool(obj))
-
-    def iter(self, obj: fx.Proxy) -> Any:
-        example = obj.node.meta.get("example")
-        if isinstance(example, tuple | list | Tensor):
-            return iter([obj[i] for i in range(len(example))])  # type: ignore[index]
-        return super().iter(obj)
-
-    def _compute(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return what a new node returns for the example, or NO_EXAMPLE."""
-        if kind == "placeholder":
-            return args[0] if args else self.image
-        self.is_computing = True
-        try:
-            args, kwargs = fx.node.map_aggregate((args, kwargs), _example_of)  # type: ignore[misc]
-            if kind == "get_attr":
-                return get_attribute(self.root, target)
-            if kind == "call_module":
-                layer = self.root.get_submodule(target)
-                base = _derived_from(layer)
-                return (base.forward(layer, *args) if base and base is not nn.LayerNorm else
-                        args[0].clone() if base else layer.forward(*args, **kwargs))
-            if kind == "call_method":
-                return getattr(args[0], target)(*args[1:], **kwargs)
-            return target(*args, **kwargs) if kind == "call_function" else NO_EXAMPLE
-        except Exception:  # of any kind: forward() is user code, and this node may not fit the example
-            self.failures += 1
-            return NO_EXAMPLE
-        finally:
-            self.is_computing = False
-
-
-class ExampleProxy(fx.Proxy):
-    """Proxy that knows its number of axes and its length."""
-
-    def __len__(self) -> int:
-        example = self.node.meta.get("example")
-        if isinstance(example, tuple | list | Tensor):
-            return len(example)
-        target, args = self.node.target, self.node.args
-        index = args[1] if target is operator.getitem else None
-        if isinstance(index, slice) and isinstance(index.start, int) and index.start < 0 and index.stop is None:
-            return -index.start
-        raise TypeError("the number of axes of a tensor is not known during tracing; write x.shape[-2:] for H and W")
-
-    def __getattr__(self, name: str) -> Any:
-        example = self.node.meta.get("example")
-        if name == "ndim" and isinstance(example, Tensor):
-            return example.ndim
-        return super().__getattr__(name)
-
-    def __iadd__(self, other: object) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
-
-    def __isub__(self, other: object) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", operator.isub, (self, other), {})
-
-    def __imul__(self, other: object) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", operator.imul, (self, other), {})
-
-    def __itruediv__(self, other: object) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
-
-
-def _example_of(value: Any) -> Any:
-    if not isinstance(value, fx.Proxy):
-        return value
-    example = value.node.meta.get("example", NO_EXAMPLE)
-    if example is NO_EXAMPLE:
-        raise ValueError("no example")
-    return example
-
-
-def _trace_with_example(module: nn.Module) -> fx.Graph:
-    """Return the graph of a module, traced for the first size in `EXAMPLE_SIZES` for which all nodes have an example.
-
-    If there is no such size, return the graph with the fewest nodes without example.
-    """
-    meta = copy.deepcopy(module).to("meta")
-    channels = next((m.in_channels for m in module.modules() if isinstance(m, nn.Conv2d | nn.ConvTranspose2d)), 3)
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    graphs: list[tuple[int, fx.Graph]] = []
-    error: ValueError | None = None
-    for size in EXAMPLE_SIZES:
-        image = torch.empty(2, channels, size, size, device="meta", dtype=dtype)
-        tracer = ExampleTracer(image)
-        try:
-            with torch.no_grad():
-                graph = trace_graph(meta, "equivariant", tracer)
-        except ValueError as failure:
-            error = error or failure
-            continue
-        graphs.append((tracer.failures, graph))
-        if tracer.failures == 0:
-            break
-    if not graphs:
-        assert error is not None
-        raise error
-    return min(graphs, key=lambda pair: pair[0])[1]
-
-
-def _describe_graph(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    return [(node.target, node.name, *map(str, node.all_input_nodes)) for node in graph.nodes]
-
-
-# Layers of other libraries
-
-
-def _create_lazy_weights(module: nn.Module) -> None:
-    """Create the weights of lazy layers, which cannot be copied without, by running the module on a white image."""
-    lazy = [path for path, m in module.named_modules() if any(map(nn.parameter.is_lazy, m.parameters(recurse=False)))]
-    if not lazy:
-        return
-    first = next((m for m in module.modules() if type(m) is nn.Conv2d), None)
-    modes = {m: m.training for m in module.modules()}
-    try:
-        with torch.no_grad():
-            module.eval()(torch.ones(1, first.in_channels if first else 3, LAZY_PX, LAZY_PX))
-    except Exception as failure:  # of any kind: forward() is user code
-        raise ValueError(
-            f"equivariant() cannot convert {lazy[0]!r}: it is lazy and has no weights yet; run the network once on an "
-            f"image before you convert it."
-        ) from failure
-    finally:
-        for m, training in modes.items():
-            m.training = training
-
-
-def _replace_layers(module: nn.Module) -> nn.Module:
-    """Replace layers of a module in place that need no tracing: `SyncBatchNorm`, and dropout of samples."""
-    for path, layer in list(module.named_modules()):
-        new: nn.Module | None = None
-        if isinstance(layer, nn.SyncBatchNorm):
-            new = nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-            new = new.to(next((t for t in layer.state_dict().values() if t.is_floating_point()), torch.ones(())))
-            new.load_state_dict(layer.state_dict())
-            for name in ("drop", "act"):  # timm's SyncBatchNormAct
-                if hasattr(layer, name):
-                    new.add_module(name, getattr(layer, name))
-                    new.__class__ = _NormAct
-        elif type(layer).__name__ in SAMPLE_DROPOUTS and not list(layer.children()):
-            p = getattr(layer, "drop_prob", getattr(layer, "p", 0.0))
-            new = StochasticDepth(float(p or 0.0))
-        if new is not None and path:
-            module.set_submodule(path, new.train(layer.training))
-    return module
-
-
-class _NormAct(nn.BatchNorm2d):
-    """Batch norm followed by the layers `drop` and `act`."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        x: Tensor = self.act(self.drop(super().forward(input)))
-        return x
-
-
-def _derived_from(layer: nn.Module) -> Any:
-    """Return the type of torch that computes the same as a layer of another library; None for other modules.
-
-    The layer is an object of a subclass of this type, which has its own `forward`.
-    """
-    if is_layer(layer):
-        return None
-    base = next((base for base in DERIVED if isinstance(layer, base)), None)
-    if base is nn.Conv2d and type(layer).__name__ not in SAME_PADDING:
-        return None  # for example weight standardization
-    return base
-
-
-def _expect_same_output(layer: nn.Module, base: Any, path: str) -> None:
-    """Compare a layer of another library with the layer of torch that stands for it, on random maps.
-
-    Raises ValueError if the outputs differ.
-    """
-    plain = standard_layer(layer)
-    channels = next((getattr(layer, name) for name in ("in_channels", "num_features", "num_channels", "in_features")
-                     if hasattr(layer, name)), 4)  # fmt: skip
-    if base is nn.LayerNorm:
-        channels = layer.normalized_shape[-1]
-    weight = next((p for p in layer.parameters()), torch.ones(()))
-    x = torch.randn(2, channels, CHECK_PX, CHECK_PX).to(weight)
-    was_training = layer.training
-    try:
-        with torch.no_grad():
-            expected = layer.eval()(x if base is not nn.Linear else x.movedim(1, -1))
-            actual = plain.eval()(x)
-            for step in (getattr(layer, "drop", None), getattr(layer, "act", None)):
-                actual = step(actual) if isinstance(step, nn.Module) else actual
-            actual = actual if base is not nn.Linear else actual.movedim(1, -1)
-    except Exception as failure:
-        raise ValueError(_describe_unlike(layer, base, path)) from failure
-    finally:
-        layer.train(was_training)
-    tolerance = 1e-3 * float(expected.abs().max())
-    if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=0, atol=tolerance):
-        raise ValueError(_describe_unlike(layer, base, path))
-
-
-def _describe_unlike(layer: nn.Module, base: Any, path: str) -> str:
-    return (
-        f"equivariant() cannot convert {path!r}: {type(layer).__name__} does not compute the same as "
-        f"{base.__name__}, from which it is derived; replace it by a layer of torch."
-    )
-
-
-def standard_layer(layer: nn.Module) -> nn.Module:
-    """Return a layer of torch that computes the same as `layer` on maps (B, C, H, W), with the same weights.
-
-    For a `Conv2d` with the padding of TensorFlow, the padding is (k - 1)/2 px at each end. This is the same where
-    the windows fit the image, and symmetric elsewhere.
-    """
-    match layer:
-        case nn.Conv2d() if type(layer).__name__ in SAME_PADDING:
-            padding = tuple(d * (k - 1) // 2 for k, d in zip(layer.kernel_size, layer.dilation, strict=True))
-            conv = nn.Conv2d(layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, padding,
-                             layer.dilation, layer.groups, layer.bias is not None, device="meta")  # fmt: skip
-            conv.weight, conv.bias = layer.weight, layer.bias
-            return conv
-        case nn.Linear():
-            return linear_as_conv(layer, 1)
-        case nn.LayerNorm():
-            return _channel_norm(layer)
-        case nn.MaxPool2d():
-            padding = layer.padding if is_layer(layer) else _half(layer.kernel_size)
-            return nn.MaxPool2d(layer.kernel_size, layer.stride, padding, layer.dilation, ceil_mode=layer.ceil_mode)
-        case nn.AvgPool2d():
-            padding = layer.padding if is_layer(layer) else _half(layer.kernel_size)
-            return nn.AvgPool2d(
-                layer.kernel_size, layer.stride, padding, layer.ceil_mode, layer.count_include_pad
-            )
-        case _ if (base := _derived_from(layer)) is not None:
-            return _cast(layer, base)
-    return layer
-
-
-def _cast(layer: nn.Module, base: type[nn.Module]) -> nn.Module:
-    """Return a layer of the class `base` with the weights and options of `layer`, and without submodules."""
-    plain = copy.copy(layer)
-    plain.__class__ = base
-    plain._modules = {}
-    return plain
-
-
-def linear_as_conv(layer: nn.Linear, size: int) -> nn.Conv2d:
-    """Return the convolution, with a kernel of size × size px, that computes the same as `layer` on flattened maps."""
-    channels = layer.in_features // size**2
-    conv = nn.Conv2d(channels, layer.out_features, size, bias=layer.bias is not None, device="meta")
-    conv.weight = nn.Parameter(layer.weight.detach().view(layer.out_features, channels, size, size))
-    if layer.bias is not None:
-        conv.bias = nn.Parameter(layer.bias.detach())
-    return conv
-
-
-def _channel_norm(layer: nn.LayerNorm) -> ChannelNorm2d:
-    norm = ChannelNorm2d(layer.normalized_shape[-1], layer.eps)
-    if layer.weight is not None:
-        norm.weight = nn.Parameter(layer.weight.detach())
-    norm.bias = nn.Parameter(torch.zeros_like(norm.weight) if layer.bias is None else layer.bias.detach())
-    return norm
-
-
-def _half(size: Any) -> Any:
-    return tuple((s - 1) // 2 for s in size) if isinstance(size, tuple) else (size - 1) // 2
-
-
-# Rewriting
 
 
 class Standardizer:
@@ -440,10 +109,10 @@ class Standardizer:
         example = node.meta.get("example") if isinstance(node, fx.Node) else None
         return tuple(example.shape) if isinstance(example, Tensor) else None
 
-    def _layer(self, node: fx.Node) -> nn.Module | None:
+    def _layer(self, node: Node) -> nn.Module | None:
         return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
-    def _reads_flattened_map(self, node: fx.Node) -> bool:
+    def _reads_flattened_map(self, node: Node) -> bool:
         """Return whether a node is a `Linear` that reads a flattened map (B, C, k, k) with k > 1."""
         if not isinstance(self._layer(node), nn.Linear):
             return False
@@ -482,7 +151,7 @@ class Standardizer:
 
     # One method for each type of node
 
-    def _rewrite(self, node: fx.Node) -> Any:
+    def _rewrite(self, node: Node) -> Any:
         if node.op == "placeholder":
             return self.new.node_copy(node)
         if node.op == "output":
@@ -503,9 +172,9 @@ class Standardizer:
         result = special(node) if special is not None else None
         return self._copy(node) if result is None else result
 
-    def _copy(self, node: fx.Node) -> Any:
+    def _copy(self, node: Node) -> Any:
         if node.op == "call_method" and node.target in SAME_VALUE:
-            return self.values[node.args[0]]  # type: ignore[index]
+            return self.values[node.args[0]]
         sources = [s for s in node.all_input_nodes if s in self.forms]
         if sources and not is_size(node):
             self.forms[node] = self.forms[sources[0]]
@@ -515,7 +184,7 @@ class Standardizer:
                 return self._scale_channels(node, constant)
         return self.new.node_copy(node, self._value)
 
-    def _value(self, node: fx.Node) -> Any:
+    def _value(self, node: Node) -> Any:
         value = self.values[node]
         if value is not None or node not in self.constants:
             return value
@@ -528,7 +197,7 @@ class Standardizer:
         self.values[node] = self.new.get_attr(name)
         return self.values[node]
 
-    def _flattened(self, node: fx.Node) -> Any:
+    def _flattened(self, node: Node) -> Any:
         """Return the new value of a node for the output of the network: vectors are vectors again."""
         value, form = self._value(node), self.forms.get(node)
         if form == "vector" or isinstance(form, int):
@@ -539,11 +208,11 @@ class Standardizer:
             raise ValueError("equivariant() needs outputs (B, C, H, W) or (B, C), but an output is (B, H, W, C).")
         return value
 
-    def _is_constant(self, node: fx.Node) -> bool:
+    def _is_constant(self, node: Node) -> bool:
         sources = node.all_input_nodes
         return bool(sources) and all(source in self.constants for source in sources)
 
-    def _fold(self, node: fx.Node) -> None:
+    def _fold(self, node: Node) -> None:
         """Compute a node that depends on parameters and numbers only."""
         if node.op == "get_attr":
             self.constants[node] = get_attribute(self.module, str(node.target))
@@ -555,9 +224,9 @@ class Standardizer:
             elif node.op == "call_method":
                 self.constants[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
-                self.constants[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                self.constants[node] = node.target(*args, **kwargs)
 
-    def _copy_size(self, node: fx.Node) -> Any:
+    def _copy_size(self, node: Node) -> Any:
         """Copy a node that reads a size. Axes of values in another form are renumbered."""
         source = node.all_input_nodes[0]
         form = self.forms.get(source)
@@ -565,15 +234,15 @@ class Standardizer:
             sizes = [self.new.call_method("size", (self.values[source], axis)) for axis in (0, 2, 3, 1)]
             for new, size in zip(sizes, source.meta["example"].shape, strict=True):
                 new.meta["example"] = size
-            return tuple(sizes) if node.target != "size" or len(node.args) < 2 else sizes[node.args[1]]  # type: ignore[index]
+            return tuple(sizes) if node.target != "size" or len(node.args) < 2 else sizes[node.args[1]]
         args = fx.map_arg(node.args, self._value)
         if isinstance(args[0], tuple) and node.target is operator.getitem:
-            return args[0][args[1]]  # type: ignore[index]
+            return args[0][args[1]]
         return self.new.create_node(node.op, node.target, args, fx.map_arg(node.kwargs, self._value))
 
     # Layers
 
-    def _rewrite_layer(self, node: fx.Node, layer: nn.Module) -> Any:
+    def _rewrite_layer(self, node: Node, layer: Any) -> Any:
         source = node.all_input_nodes[0]
         form = self.forms.get(source)
         if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1):
@@ -585,16 +254,14 @@ class Standardizer:
             self.forms[node] = "vector" if form != "rows" else "rows"
             if layer.in_features % size**2 == 0:
                 return self._call(node, linear_as_conv(layer, size), source)
-        if isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1:
-            if form in ("rows", "vector") or _derived_from(layer):
-                return self._call(node, _channel_norm(layer), source)
+        reads_channels = form in ("rows", "vector") or derived_from(layer)
+        if isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1 and reads_channels:
+            return self._call(node, channel_norm(layer), source)
         if isinstance(layer, nn.BatchNorm1d) and form == "vector":
-            norm = copy.copy(layer)
-            norm.__class__ = nn.BatchNorm2d
-            return self._call(node, norm, source)
-        if _derived_from(layer) is nn.Linear:
-            return self._call(node, _cast(layer, nn.Linear), source)
-        if _derived_from(layer):
+            return self._call(node, with_class(layer, nn.BatchNorm2d), source)
+        if derived_from(layer) is nn.Linear:
+            return self._call(node, with_class(layer, nn.Linear), source)
+        if derived_from(layer):
             return self._call(node, standard_layer(layer), source)
         if type(layer) in (nn.ReflectionPad2d, nn.ReplicationPad2d, nn.ZeroPad2d, nn.CircularPad2d, nn.ConstantPad2d):
             mode = {nn.ReflectionPad2d: "reflect", nn.ReplicationPad2d: "replicate", nn.CircularPad2d: "circular"}
@@ -606,7 +273,7 @@ class Standardizer:
             layer = make_square(layer)
         return self._call(node, layer, source)
 
-    def _call(self, node: fx.Node, layer: nn.Module, source: fx.Node) -> fx.Node:
+    def _call(self, node: Node, layer: nn.Module, source: Node) -> fx.Node:
         """Set the layer at the path of a node, and return a new node that calls it."""
         if (old := self.module.get_submodule(str(node.target))) is not layer:
             for name, child in old.named_children():  # `drop` and `act` of norms, which other nodes call
@@ -614,7 +281,7 @@ class Standardizer:
             self.module.set_submodule(str(node.target), layer)
         return self.new.call_module(str(node.target), (self._value(source),))
 
-    def _add_layer(self, path: str, layer: nn.Module, source: fx.Node) -> fx.Node:
+    def _add_layer(self, path: str, layer: nn.Module, source: Node) -> fx.Node:
         """Add a layer at a new path, and return a new node that calls it."""
         try:
             if not isinstance(self.module.get_submodule(path.rpartition(".")[0]), nn.Module):
@@ -631,10 +298,10 @@ class Standardizer:
 
     # Functions and methods, by name
 
-    def _rewrite_flatten(self, node: fx.Node) -> Any:
+    def _rewrite_flatten(self, node: Node) -> Any:
         return self._flatten(node) or self._regroup(node)
 
-    def _rewrite_view(self, node: fx.Node) -> Any:
+    def _rewrite_view(self, node: Node) -> Any:
         return self._flatten(node) or self._regroup(node)
 
     _rewrite_reshape = _rewrite_view
@@ -643,7 +310,7 @@ class Standardizer:
     _rewrite_expand = _rewrite_view
     _rewrite_expand_as = _rewrite_view
 
-    def _flatten(self, node: fx.Node) -> Any:
+    def _flatten(self, node: Node) -> Any:
         """Rewrite a change between vectors (B, C) and maps (B, C, k, k)."""
         source = node.all_input_nodes[0]
         before, after = self._shape(source), self._shape(node)
@@ -652,10 +319,10 @@ class Standardizer:
         form = self.forms.get(source)
         if before == after:
             return self._value(source)
-        if len(before) == 4 and len(after) == 2 and node in self.gates and form != "rows":
-            if before[2] == before[3] and after[1] == math.prod(before[1:]):
-                self.forms[node] = "vector" if before[2] == 1 else before[2]
-                return self._value(source)
+        is_vector = len(before) == 4 and len(after) == 2 and node in self.gates and form != "rows"
+        if is_vector and before[2] == before[3] and after[1] == math.prod(before[1:]):
+            self.forms[node] = "vector" if before[2] == 1 else before[2]
+            return self._value(source)
         if len(before) == 2 and (after == (*before, 1, 1) or after == (before[0], 1, 1, before[1])):
             self._drop_form(node, "rows" if after[1:3] == (1, 1) != after[2:] else None)
             return self._value(source)
@@ -671,12 +338,12 @@ class Standardizer:
             return self._value(source) if before[1] == after[1] else None
         return None
 
-    def _drop_form(self, node: fx.Node, form: Any = None) -> None:
+    def _drop_form(self, node: Node, form: Any = None) -> None:
         self.forms.pop(node, None)
         if form is not None:
             self.forms[node] = form
 
-    def _regroup(self, node: fx.Node) -> Any:
+    def _regroup(self, node: Node) -> Any:
         """Rewrite one step of a channel shuffle: split the channels into groups, or merge them."""
         source = node.all_input_nodes[0]
         before, after, form = self._shape(source), self._shape(node), self.forms.get(source)
@@ -693,7 +360,7 @@ class Standardizer:
             return self.new.call_function(shuffle_channels, (self._value(source), form[1]))
         return None
 
-    def _rewrite_transpose(self, node: fx.Node) -> Any:
+    def _rewrite_transpose(self, node: Node) -> Any:
         source = node.all_input_nodes[0]
         form = self.forms.get(source)
         if isinstance(form, tuple) and form[0] == "groups" and set(node.args[1:]) == {1, 2}:
@@ -701,10 +368,10 @@ class Standardizer:
             return self._value(source)
         return None
 
-    def _rewrite_permute(self, node: fx.Node) -> Any:
+    def _rewrite_permute(self, node: Node) -> Any:
         source = node.all_input_nodes[0]
         dims = node.args[1] if len(node.args) == 2 else node.args[1:]
-        dims = tuple(dims or node.kwargs.get("dims", ()))  # type: ignore[arg-type]
+        dims = tuple(dims or node.kwargs.get("dims", ()))
         form = self.forms.get(source)
         if dims in ((0, 2, 3, 1), (0, -2, -1, 1)) and form is None:
             self.forms[node] = "rows"
@@ -716,7 +383,7 @@ class Standardizer:
             return None
         return self._value(source)
 
-    def _rewrite_mean(self, node: fx.Node, name: str = "mean") -> Any:
+    def _rewrite_mean(self, node: Node, name: str = "mean") -> Any:
         source = node.all_input_nodes[0]
         before, after, form = self._shape(source), self._shape(node), self.forms.get(source)
         if before is None or after is None or len(before) != 4:
@@ -738,17 +405,17 @@ class Standardizer:
             return self.new.call_method(name, (self._value(source), (2, 3)))
         return None
 
-    def _rewrite_amax(self, node: fx.Node) -> Any:
+    def _rewrite_amax(self, node: Node) -> Any:
         return self._rewrite_mean(node, "amax")
 
-    def _rewrite_max(self, node: fx.Node) -> Any:
+    def _rewrite_max(self, node: Node) -> Any:
         axis = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         if not isinstance(axis, int) or len(self._shape(node.all_input_nodes[0]) or ()) != 4 or axis % 4 != 1:
             return None
         self.forms[node] = "maximum"
         return self.new.call_function(reduce_channels, (self._value(node.all_input_nodes[0]), "max"))
 
-    def _rewrite_split(self, node: fx.Node) -> Any:
+    def _rewrite_split(self, node: Node) -> Any:
         example, source = node.meta.get("example"), node.all_input_nodes[0]
         before = self._shape(source)
         if not isinstance(example, tuple | list) or before is None:
@@ -767,7 +434,7 @@ class Standardizer:
 
     _rewrite_chunk = _rewrite_split
 
-    def _rewrite_getitem(self, node: fx.Node) -> Any:
+    def _rewrite_getitem(self, node: Node) -> Any:
         source: Any = node.args[0]
         index: Any = node.args[1]
         value, form = self.values.get(source), self.forms.get(source)
@@ -799,21 +466,21 @@ class Standardizer:
                 )  # fmt: skip
         return None
 
-    def _rewrite_layer_norm(self, node: fx.Node) -> Any:
+    def _rewrite_layer_norm(self, node: Node) -> Any:
         source = node.all_input_nodes[0]
         names = ["normalized_shape", "weight", "bias", "eps"]
         options = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
-        if self.forms.get(source) not in ("rows", "vector") or len(options["normalized_shape"]) != 1:  # type: ignore[arg-type]
+        if self.forms.get(source) not in ("rows", "vector") or len(options["normalized_shape"]) != 1:
             return None
-        norm = ChannelNorm2d(options["normalized_shape"][0], options.get("eps", 1e-5))  # type: ignore[index, arg-type]
+        norm = ChannelNorm2d(options["normalized_shape"][0], options.get("eps", 1e-5))
         for name in ("weight", "bias"):
             if isinstance(parameter := options.get(name), fx.Node):
                 setattr(norm, name, nn.Parameter(self.constants[parameter].detach()))
         return self._add_layer(f"{node.name}_norm", norm, source)
 
-    def _rewrite_linear(self, node: fx.Node) -> Any:
+    def _rewrite_linear(self, node: Node) -> Any:
         source = node.all_input_nodes[0]
-        parameters = [self.constants.get(p) for p in node.args[1:] if isinstance(p, fx.Node)]
+        parameters: list[Any] = [self.constants.get(p) for p in node.args[1:] if isinstance(p, fx.Node)]
         if not parameters or any(p is None for p in parameters):
             return None
         weight = parameters[0]
@@ -825,16 +492,16 @@ class Standardizer:
         layer = linear_as_conv(linear, 1) if form in ("rows", "vector") else linear
         return self._add_layer(f"{node.name}_linear", layer, source)
 
-    def _rewrite_conv2d(self, node: fx.Node) -> Any:
+    def _rewrite_conv2d(self, node: Node) -> Any:
         """Rewrite a convolution with a fixed filter, the same for all channels, as in anti-aliased networks."""
         names = ["weight", "bias", "stride", "padding", "dilation", "groups"]
         options = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
         source, weight = node.all_input_nodes[0], options["weight"]
-        value = self.constants.get(weight) if isinstance(weight, fx.Node) else weight
+        value: Any = self.constants.get(weight) if isinstance(weight, fx.Node) else weight
         weight_path = str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else ""
         expanded = value is None and isinstance(weight, fx.Node) and weight.target == "expand"
         if expanded:
-            value = self.constants.get(weight.args[0])  # type: ignore[union-attr, arg-type]
+            value = self.constants.get(weight.args[0])
         if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.shape[1] != 1:
             raise_at(node, "its weights are computed or shared in forward(), as for weight standardization; use Conv2d")
         if not torch.allclose(value, value[:1].expand_as(value)):
@@ -847,20 +514,21 @@ class Standardizer:
         parent = weight_path.rpartition(".")[0]
         return self._add_layer(f"{parent}.filter" if parent else f"{node.name}_filter", layer, source)
 
-    def _scale_channels(self, node: fx.Node, constant: fx.Node) -> Any:
+    def _scale_channels(self, node: Node, constant: Node) -> Any:
         """Rewrite a product or sum of maps and one number a channel as a layer."""
         value: Tensor = self.constants[constant]
         maps = next(source for source in node.all_input_nodes if source not in self.constants)
-        shape, form = self._shape(maps), self.forms.get(maps)
+        shape: Any = self._shape(maps)
+        form = self.forms.get(maps)
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         name = name.rstrip("_").removeprefix("i")
         if shape is None or name not in ("mul", "add", "sub", "truediv", "div"):
             raise_at(node, f"it reads a tensor of shape {tuple(value.shape)}, which must have one number a channel")
         axis = -1 if form == "rows" else 1
-        full = value.expand(torch.broadcast_shapes(value.shape, (1,) * len(shape)))
-        if full.numel() != shape[axis] or full.shape[axis] != shape[axis] or node.args[0] is constant and name in (
+        full = value.expand(torch.broadcast_tensors(value, torch.ones((1,) * len(shape)))[0].shape)
+        if full.numel() != shape[axis] or full.shape[axis] != shape[axis] or (node.args[0] is constant and name in (
             "sub", "truediv", "div"
-        ):  # fmt: skip
+        )):  # fmt: skip
             raise_at(
                 node,
                 f"it combines maps with a tensor of shape {tuple(value.shape)} that forward() reads directly; use one "
@@ -880,38 +548,14 @@ class Standardizer:
         return self._add_layer(path, layer, maps)
 
 
-def make_square(conv: nn.Conv2d) -> nn.Conv2d:
-    """Return a convolution with a square kernel that computes the same as `conv`, for example 7 × 7 in place of 1 × 7.
-
-    The kernel is surrounded by zeros. If the paddings of the square kernel would differ, return `conv` itself.
-    """
-    height, width = conv.kernel_size
-    if height == width or isinstance(conv.padding, str) or len(set(conv.stride)) > 1 or len(set(conv.dilation)) > 1:
-        return conv
-    size = max(height, width)
-    if (size - height) % 2 or (size - width) % 2 or conv.padding_mode != "zeros":
-        return conv
-    extra = [(size - k) // 2 for k in (height, width)]
-    padding = {p + conv.dilation[0] * e for p, e in zip(conv.padding, extra, strict=True)}
-    if len(padding) > 1:
-        return conv
-    square = nn.Conv2d(conv.in_channels, conv.out_channels, size, conv.stride, padding.pop(), conv.dilation,
-                       conv.groups, conv.bias is not None, device="meta")  # fmt: skip
-    square.plain_weights = sum(p.numel() for p in conv.parameters())  # type: ignore[assignment]
-    square.weight = nn.Parameter(F.pad(conv.weight.detach(), (extra[1], extra[1], extra[0], extra[0])))
-    square.bias = conv.bias
-    return square
-
-
-def raise_at(node: fx.Node, reason: str) -> Any:
+def raise_at(node: Node, reason: str) -> Any:
     """Raise ValueError with the name of a function's node and of the module that calls it."""
-    stack: Mapping[str, Any] = node.meta.get("nn_module_stack", {})
-    scope = next(reversed(stack), "")
+    scope = scope_of(node)
     raise ValueError(f"equivariant() cannot convert {node.name!r}{f' in {scope}' if scope else ''}: {reason}.")
 
 
 def _single(value: Any) -> int:
-    numbers: Sequence[int] = value if isinstance(value, tuple | list) else (value,)
+    numbers = value if isinstance(value, tuple | list) else (value,)
     if len(set(numbers)) > 1:
         raise ValueError("equivariant() needs the same stride and padding for height and width.")
     return int(numbers[0])

@@ -112,7 +112,7 @@ def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module,
             return _plain_filter(layer), n
         case StochasticDepth():
             return nn.Identity(), n
-        case (GroupNorm2d() | GroupLayerNorm2d()) if layer.per_orientation:
+        case GroupNorm2d() | GroupLayerNorm2d() if layer.per_orientation:
             return OrientationNorm2d(layer, n), n
         case GroupNorm2d():
             return _plain_group_norm(layer, n), n

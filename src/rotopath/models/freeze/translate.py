@@ -290,7 +290,11 @@ class Translator:
             if isinstance(layer, LiftConv2d | ArchitectureNetwork):
                 return None
             if isinstance(layer, GROUP_LAYERS) or user.target is concatenate:
-                orders = {m.order for m in self.model.modules() if isinstance(m, LiftConv2d | GroupConv2d | GroupConvTranspose2d)}
+                orders = {
+                    m.order
+                    for m in self.model.modules()
+                    if isinstance(m, LiftConv2d | GroupConv2d | GroupConvTranspose2d)
+                }
                 if len(orders) != 1:
                     convolutions = f"convolutions with {' and '.join(map(str, sorted(orders)))} orientations"
                     raise ValueError(
@@ -310,7 +314,7 @@ class Translator:
         if isinstance(layer, LiftConv2d | GroupConv2d | GroupConvTranspose2d):
             return layer.out_channels == 1
         if node.target in (take_channels, reduce_channels):
-            return node.target is reduce_channels or node.args[2] == 1
+            return node.target is reduce_channels or bool(node.args[2] == 1)
         sources = [source for source in node.all_input_nodes if source in self.orientations]
         sources = [source for source in sources if not _reads_only_type(node, source)]
         is_joined = node.target in (concatenate, torch.cat)

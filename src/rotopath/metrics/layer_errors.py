@@ -9,6 +9,7 @@ image with its rotated output for the image, and thus includes the errors of all
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ class LayerError:
     name: str  # path of the layer in the module
     kind: str  # class of the layer
     shape: tuple[int, ...]  # of its output
-    error: float  # so far: of the output of this layer in the network
-    own: float  # of this layer alone
+    error: float  # so far: of the layer's output in the network; NaN if this output cannot be rotated
+    own: float  # of this layer alone; NaN if it cannot be measured
     cause: str  # why the layer is not equivariant; "" if it is
 
 
@@ -51,19 +52,15 @@ class EquivarianceReport:
     def __str__(self) -> str:
         shown = list(self.layers) if len(self.layers) <= MAX_LINES else self.lossy[:MAX_LINES]
         rows = [("layer", "class", "output", "error so far", "own error", "cause")]
-        rows += [
-            (layer.name, layer.kind, " × ".join(map(str, layer.shape[1:])), f"{layer.error:.1e}",
-             f"{layer.own:.1e}" if layer.own == layer.own else "", layer.cause)
-            for layer in shown
-        ]  # fmt: skip
+        for layer in shown:
+            shape = " × ".join(map(str, layer.shape[1:]))
+            rows.append((layer.name, layer.kind, shape, _number(layer.error), _number(layer.own), layer.cause))
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = [
-            "  ".join(
-                [*(cell.ljust(width) if i < 3 else cell.rjust(width) for i, (cell, width) in enumerate(
-                    zip(row, widths, strict=False))), row[5]]
-            ).rstrip()
-            for row in rows
-        ]  # fmt: skip
+        lines = []
+        for row in rows:
+            left = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
+            right = [cell.rjust(width) for cell, width in zip(row[3:5], widths[3:], strict=True)]
+            lines.append("  ".join([*left, *right, row[5]]).rstrip())
         if len(shown) < len(self.layers):
             lines.append(f"… {len(self.layers) - len(shown)} more layers, of which {len(self.lossy) - len(shown)} lose "
                          f"equivariance")  # fmt: skip
@@ -99,7 +96,8 @@ def equivariance_report(module: nn.Module, x: Tensor, angle: float = 90.0) -> Eq
     reflections = any(getattr(m, "reflections", False) for m in module.modules())
     recorder = _Recorder(copy.deepcopy(module), Transform(angle, False, bool(reflections)), angle)
     if not recorder.on_grid:
-        x = x * group.inscribed_disc(*x.shape[-2:], inner=FADE_FROM).to(x)
+        height, width = x.shape[-2:]
+        x = x * group.inscribed_disc(height, width, FADE_FROM).to(x)
     return recorder.measure(x)
 
 
@@ -154,11 +152,11 @@ class _Recorder:
             if self.is_first:
                 self.names.append(name)
                 self.inputs.append(source.detach())
-                self.own.append(self._own_error(module, args, output))
+                self.own.append(self._own_error(module, args))
 
         return record
 
-    def _own_error(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> float:
+    def _own_error(self, module: nn.Module, args: tuple[Any, ...]) -> float:
         """Return the equivariance error of one module for its arguments in the network."""
         self.is_recording = False
         try:
@@ -177,7 +175,10 @@ class _Recorder:
         """Return the error of a value for the rotated image; NaN if it is not known how the value rotates."""
         if not isinstance(plain, Tensor) or not plain.is_floating_point() or plain.ndim not in (1, 2, 4, 5):
             return float("nan")
-        expected = self.rotate(plain)
+        try:
+            expected = self.rotate(plain)
+        except ValueError:  # the angle is not one of the orientations of these features
+            return float("nan")
         if expected.shape != rotated.shape:
             return float("inf")
         return relative_error(rotated.double().cpu(), expected.double().cpu(), self.on_grid)
@@ -188,7 +189,7 @@ class _Recorder:
         lossy: list[str] = []
         for i, name in enumerate(self.names):
             module = self.module.get_submodule(name)
-            loses = self.own[i] > tolerance
+            loses = self.own[i] > tolerance or (self._lacks_angle(module) and isnan(self.own[i]))
             cause = ""
             if next(module.children(), None) is None:
                 if loses:
@@ -200,7 +201,9 @@ class _Recorder:
             else:
                 continue
             error = self._compare(second[i], first[i])
-            yield LayerError(name or "the module", type(module).__name__, tuple(first[i].shape), error, self.own[i], cause)
+            yield LayerError(
+                name or "the module", type(module).__name__, tuple(first[i].shape), error, self.own[i], cause
+            )
 
     def _find_cause(self, layer: nn.Module, x: Tensor, y: Tensor) -> str:
         causes = [*_find_size_causes(layer, x), *self._find_kernel_causes(layer)]
@@ -217,12 +220,17 @@ class _Recorder:
             causes.append(f"stride: it keeps one of {step} px" if step and step > 1 else "interpolation")
         return "; ".join(causes) or f"not known for {type(layer).__name__}"
 
+    def _lacks_angle(self, layer: nn.Module) -> bool:
+        """Return whether a layer has kernels for some orientations, but not for the angle of the report."""
+        is_rotated = isinstance(layer, LiftConv2d | GroupConv2d | GroupConvTranspose2d)
+        orientations: Any = getattr(layer, "orientations", 0)
+        return is_rotated and bool(self.angle * orientations % 360)
+
     def _find_kernel_causes(self, layer: nn.Module) -> Iterator[str]:
         if isinstance(layer, LiftConv2d | GroupConv2d | GroupConvTranspose2d):
-            n = layer.orientations
-            if self.angle * n % 360:
-                yield f"kernel: {n} orientations do not include {self.angle:g}°"
-            elif not self.on_grid:
+            if self._lacks_angle(layer):
+                yield f"kernel: {layer.orientations} orientations do not include {self.angle:g}°"
+            elif not self.on_grid and layer.kernel_size > 1:
                 yield f"kernel: {layer.kernel!r} interpolates {layer.kernel_size} × {layer.kernel_size} px"
         elif isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) and max(layer.kernel_size) > 1:
             height, width = layer.kernel_size
@@ -243,15 +251,20 @@ def _find_size_causes(layer: nn.Module, x: Tensor) -> Iterator[str]:
         for size, kernel, stride, padding, dilation in zip(x.shape[-2:], *map(_pair, options), strict=True):
             extent = dilation * (kernel - 1) + 1
             if left := (size + 2 * padding - extent) % stride:
-                yield f"size: windows of {extent} px at stride {stride} leave {left} of {size + 2 * padding} px at one end"
+                side = size + 2 * padding
+                yield f"size: windows of {extent} px at stride {stride} leave {left} of {side} px at one end"
                 return
     padding = getattr(layer, "padding", None)
     if isinstance(padding, tuple) and len(padding) == 4 and len(set(padding)) > 1:
         yield f"padding: {padding} px (left, right, top, bottom) differ"
 
 
+def _number(value: float) -> str:
+    return "" if isnan(value) else f"{value:.1e}"
+
+
 def _pair(value: Any) -> tuple[int, int]:
-    return tuple(value) if isinstance(value, tuple | list) else (value, value)  # type: ignore[return-value]
+    return tuple(value) if isinstance(value, tuple | list) else (value, value)
 
 
 def _contains(name: str, other: str) -> bool:
