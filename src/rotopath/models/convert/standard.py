@@ -525,7 +525,7 @@ class Standardizer:
         if shape is None or name not in ("mul", "add", "sub", "truediv", "div"):
             raise_at(node, f"it reads a tensor of shape {tuple(value.shape)}, which must have one number a channel")
         axis = -1 if form == "rows" else 1
-        full = value.expand(torch.broadcast_tensors(value, torch.ones((1,) * len(shape)))[0].shape)
+        full = value.expand((*(1,) * (len(shape) - value.ndim), *value.shape))
         if full.numel() != shape[axis] or full.shape[axis] != shape[axis] or (node.args[0] is constant and name in (
             "sub", "truediv", "div"
         )):  # fmt: skip

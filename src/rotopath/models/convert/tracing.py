@@ -195,11 +195,11 @@ def create_lazy_weights(module: nn.Module) -> None:
     lazy = [path for path, m in module.named_modules() if any(map(nn.parameter.is_lazy, m.parameters(recurse=False)))]
     if not lazy:
         return
-    first: Any = next((m for m in module.modules() if type(m) is nn.Conv2d), None)
+    first: Any = next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)
     modes = {m: m.training for m in module.modules()}
     try:
         with torch.no_grad():
-            module.eval()(torch.ones(1, first.in_channels if first else 3, LAZY_PX, LAZY_PX))
+            module.eval()(torch.ones(1, (first and first.in_channels) or 3, LAZY_PX, LAZY_PX))
     except Exception as failure:  # of any kind: forward() is user code
         raise ValueError(
             f"equivariant() cannot convert {lazy[0]!r}: it is lazy and has no weights yet; run the network once on an "
@@ -232,6 +232,9 @@ def replace_layers(module: nn.Module) -> nn.Module:
 
 class _NormAct(nn.BatchNorm2d):
     """Batch norm followed by the layers `drop` and `act`."""
+
+    drop: nn.Module
+    act: nn.Module
 
     def forward(self, input: Tensor) -> Tensor:
         x: Tensor = self.act(self.drop(super().forward(input)))
@@ -288,7 +291,7 @@ def _describe_unlike(layer: nn.Module, base: Any, path: str) -> str:
     )
 
 
-def standard_layer(layer: Any) -> nn.Module:
+def standard_layer(layer: Any) -> Any:
     """Return a layer of torch that computes the same as `layer` on maps (B, C, H, W), with the same weights.
 
     For a `Conv2d` with the padding of TensorFlow, the padding is (k - 1)/2 px at each end. This is the same where
@@ -297,8 +300,9 @@ def standard_layer(layer: Any) -> nn.Module:
     match layer:
         case nn.Conv2d() if type(layer).__name__ in SAME_PADDING:
             padding: Any = tuple(d * (k - 1) // 2 for k, d in zip(layer.kernel_size, layer.dilation, strict=True))
-            conv = nn.Conv2d(layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, padding,
-                             layer.dilation, layer.groups, layer.bias is not None, device="meta")  # fmt: skip
+            options: Any = {name: getattr(layer, name) for name in ("kernel_size", "stride", "dilation", "groups")}
+            options |= {"padding": padding, "bias": layer.bias is not None, "device": "meta"}
+            conv = nn.Conv2d(layer.in_channels, layer.out_channels, **options)
             conv.weight, conv.bias = layer.weight, layer.bias
             return conv
         case nn.Linear():
@@ -361,7 +365,7 @@ def expect_no_attention(module: nn.Module) -> None:
             )
 
 
-def make_square(conv: Any) -> nn.Conv2d:
+def make_square(conv: Any) -> Any:
     """Return a convolution with a square kernel that computes the same as `conv`, for example 7 × 7 in place of 1 × 7.
 
     The kernel is surrounded by zeros. If the paddings of the square kernel would differ, return `conv` itself.
@@ -378,7 +382,7 @@ def make_square(conv: Any) -> nn.Conv2d:
         return conv
     square = nn.Conv2d(conv.in_channels, conv.out_channels, size, conv.stride, padding.pop(), conv.dilation,
                        conv.groups, conv.bias is not None, device="meta")  # fmt: skip
-    square.plain_weights = sum(p.numel() for p in conv.parameters())  # type: ignore[assignment]
+    square.plain_weights = sum(p.numel() for p in conv.parameters())
     square.weight = nn.Parameter(F.pad(conv.weight.detach(), (extra[1], extra[1], extra[0], extra[0])))
     square.bias = conv.bias
     return square
