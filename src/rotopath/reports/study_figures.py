@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 
 from rotopath import runs
 from rotopath.data.dataset import read_table
-from rotopath.evaluation import evaluation_file
 from rotopath.model_file import RunError
 from rotopath.reports.figures import GRAY, INK, save_figure
-from rotopath.studies.plan import SPLIT
 from rotopath.studies.results import StudyResult, Summary
 
 COLORS = {1: "#d55e00", 4: "#56b4e9", 8: "#0072b2", 16: "#009e73"}  # by number of orientations
@@ -185,17 +183,10 @@ def _read_all_rotated(results: Sequence[StudyResult], key: str) -> list[tuple[in
     """
     predictions: dict[int, Mapping[str, NDArray[Any]]] = {}
     for result in results:
-        path = evaluation_file(result.folder, SPLIT).with_suffix(".npz")
-        if not path.exists():
+        arrays = result.read_rotated()
+        if key not in arrays:
             return None
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                if key not in arrays:
-                    return None
-                predictions[result.recipe.orientations] = dict(arrays)
-        except Exception as error:  # damaged bytes raise errors of many types
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise RunError(f"{path} is damaged ({reason}). Evaluate the run again with --robustness.") from None
+        predictions[result.recipe.orientations] = arrays
     return list(predictions.items()) or None
 
 
