@@ -6,7 +6,7 @@ A page such as `results/tumor.md` is the text of `results/templates/tumor.md`, i
 is a CSV file in results, without its suffix, and WHERE selects rows: `column=value; column=value`.
 
 - `{{FILE | WHERE | COLUMN}}`: a cell. Exactly one row must be selected. A fourth part formats the cell: `mean` leaves
-  out what follows the mean, `percent` writes a fraction as a percentage.
+  out what follows the mean, `percent` writes a fraction as a percentage, and `answer` whether a difference is above 0.
 - `{{let NAME = FILE | WHERE}}`: after this line, `{{NAME | COLUMN}}` is a cell of that row.
 - `{{table | FILE | WHERE | COLUMN; COLUMN = title; …}}`, alone in a line: a table of the selected rows.
 - `{{pivot | FILE | WHERE | COLUMN = title | COLUMN | COLUMN}}`, alone in a line: a table with a row for each value of
@@ -23,6 +23,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+
+from rotopath.studies.results import Estimate, decide
 
 RESULTS = Path(__file__).parent.parent / "results"
 WIDTH = 100  # longest line of a paragraph
@@ -86,6 +88,9 @@ def _read_cell(field: str, names: Mapping[str, Row], results: Path) -> str:
             return text
         case ["mean"]:
             return re.split(r" [±\[]", text)[0]
+        case ["answer"]:
+            numbers = [float(number) for number in re.findall(r"[-+][\d.]+", text)]
+            return decide(Estimate(*numbers))
         case ["percent"]:
             return f"{100 * float(text):.1f} %"
         case _:

@@ -123,6 +123,10 @@ def test_the_papers_claims_are_answered() -> None:
     assert claims[0].difference.value == pytest.approx(0.2)
     assert claims[-1].difference.value == pytest.approx(0.1 * (1 + 0.01 * 24.5))
     assert check_claims(group(300, 1)) == []
+    one_seed = check_claims([group(300, 1)[0], group(100, 8)[0]])
+    assert [(claim.seeds, claim.answer, decide(claim.difference)) for claim in one_seed[:1]] == [
+        (1, "not decided", "yes")
+    ]
 
 
 def test_designs_are_compared_if_nothing_but_the_network_differs() -> None:
@@ -149,8 +153,8 @@ def test_designs_are_compared_if_nothing_but_the_network_differs() -> None:
 def test_scatter_by_case_is_read_from_older_evaluations(tmp_path: Path) -> None:
     """They have it in the arrays for figures only: for each window, or for each field."""
     old = replace(result([0]), folder=tmp_path)
-    assert old.scatter_terms == {}
-    assert check_claims([old, replace(result([0], n=8), folder=tmp_path)])[-1].text == "N=8 scores above N=1"
+    assert old.scatter_terms == {"0": (pytest.approx(0.1), 1.0)}, "one case: the mean of all"
+    assert replace(old, scores={}).scatter_terms == {}
     probabilities = np.array([[0.0, 0.5], [1.0, 0.5]], np.float32)  # (angles, windows)
     np.savez(tmp_path / "evaluation-test.npz", fair=probabilities)
     assert replace(old).scatter_terms == {"0": (0.5, 1.0), "1": (0.0, 1.0)}

@@ -80,8 +80,9 @@ TABLE_TEXT = (
 
 CLAIMS_TEXT = (
     "Yes or no: the 95 % confidence interval of the difference is entirely above or below 0. Not decided: it contains "
-    "0. The difference is that of which the claim states that it is above 0: a difference of scores or, for the last "
-    "claim, of deviations over angles. About one of 40 such intervals lies on the wrong side of 0 by chance."
+    "0, or there is one seed only. The difference is that of which the claim states that it is above 0: a difference "
+    "of scores or, for the last claim, of deviations over angles. About one of 40 such intervals lies on the wrong "
+    "side of 0 by chance."
 )
 DESIGNS_TEXT = (
     "Networks of two parts whose recipes differ only in the options of the networks, such as preset = faithful. The "
@@ -454,7 +455,8 @@ def _claim_row(claim: Claim) -> dict[str, object]:
         "claim": claim.text,
         "stated in the paper": "yes" if claim.is_stated else "no",
         "holds here": claim.answer,
-        "difference": _format_difference(claim.difference),
+        "difference": _format_difference(claim.difference, 4),
+        "seeds": claim.seeds,
     }
 
 

@@ -67,11 +67,11 @@ class StudyResult:
 
     @cached_property
     def scatter_terms(self) -> dict[str, tuple[float, float]]:
-        """Two numbers for each case: the sum of the scatter of its inputs, and the number of inputs; {} if unknown.
+        """Two numbers for each case: the sum of the scatter of its inputs, and the number of inputs.
 
         The scatter of an input is the standard deviation of its predicted probability over rotation angles. Evaluations
-        by rotopath 0.1 have no numbers for cases. There, each input in the file for figures is a case: a window, or a
-        field.
+        of earlier versions have no numbers for cases. There, each input in the file for figures is a case: a window, or
+        a field. Without this file, everything is one case. If the scatter was not measured, there are no cases.
         """
         if (cases := self.scores.get("rotation", {}).get("cases")) is not None:
             return {case: (float(total), float(count)) for case, (total, count) in cases.items()}
@@ -81,7 +81,8 @@ class StudyResult:
         elif "objects_deviation" in arrays:
             deviations = arrays["objects_deviation"].astype(np.float64).mean(axis=(1, 2))  # (fields,)
         else:
-            return {}
+            mean = self.scores.get("rotation", {}).get("fair", {}).get("deviation")
+            deviations = np.array([] if mean is None else [mean])
         return {str(i): (float(deviation), 1.0) for i, deviation in enumerate(deviations)}
 
     def read_rotated(self) -> Mapping[str, NDArray[Any]]:
@@ -266,11 +267,12 @@ class Claim:
     text: str  # such as "N=8 scores above N=1"
     is_stated: bool
     difference: Estimate
+    seeds: int  # number of seeds of the networks that are compared
 
     @property
     def answer(self) -> Answer:
-        """Whether the claim holds on these data."""
-        return decide(self.difference)
+        """Whether the claim holds on these data. One seed decides nothing: it does not show how other seeds differ."""
+        return decide(self.difference) if self.seeds > 1 else "not decided"
 
 
 def decide(difference: Estimate) -> Answer:
@@ -321,11 +323,15 @@ def check_claims(results: Sequence[StudyResult]) -> list[Claim]:
                     checks.append((text, regime in LESS_DATA_CLAIMS.get(task, ()), find(n, regime), rotated))
         for text, is_stated, ours, others in checks:
             if (difference := _compare(ours, others)) is not None:
-                claims.append(Claim(part, text, is_stated, difference))
-        stable = _compare(plain, find(8, full), lambda result: result.scatter_terms)
-        if stable is not None:
-            claims.append(Claim(part, "predictions of N=8 scatter less under rotation than those of N=1", True, stable))
+                claims.append(Claim(part, text, is_stated, difference, _count_common_seeds(ours, others)))
+        text, eight = "predictions of N=8 scatter less under rotation than those of N=1", find(8, full)
+        if (difference := _compare(plain, eight, lambda result: result.scatter_terms)) is not None:
+            claims.append(Claim(part, text, True, difference, _count_common_seeds(plain, eight)))
     return claims
+
+
+def _count_common_seeds(results: Sequence[StudyResult], others: Sequence[StudyResult]) -> int:
+    return len({result.recipe.seed for result in results} & {other.recipe.seed for other in others})
 
 
 # Designs
