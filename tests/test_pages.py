@@ -15,7 +15,7 @@ from rotopath.studies.results import Estimate, decide
 RESULTS = Path(__file__).parent.parent / "results"
 TEMPLATES = sorted((RESULTS / "templates").glob("*.md"))
 # Numbers in the text of templates: sizes, settings and mathematics, but no results
-NO_RESULTS = {"95 %", "75 %", "4 %", "0.25", "0.03", "0.01", "2.11", "4.0"}
+NO_RESULTS = {"95 %", "50 %", "75 %", "4 %", "0.25", "0.03", "0.01", "2.11", "4.0"}
 
 
 def render_all(results: Path) -> dict[str, str]:
