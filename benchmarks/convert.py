@@ -7,8 +7,8 @@
     PYTHONPATH=src /tmp/cnns/bin/python benchmarks/convert.py /tmp/cnns [NAME ...]
 
 The models of torchvision are read from the files of its wheel, without its compiled operations, which they do not need.
-Weights are random, with random statistics of batch norms. Networks have N = 4, computed in float64 where nothing
-else is said:
+Weights are random, and batch norms have the statistics of random images. Networks have N = 4, computed in float64 where
+nothing else is said:
 
 - error 90°: `rp.equivariance_error` of the converted network (`keep="maps"`), and of the plain network.
 - frozen, ONNX: largest difference of outputs of `rp.freeze(net)`, and of its ONNX file (float32), relative to the
@@ -91,7 +91,7 @@ ATTENTION = {"timm": ("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"), "
 def main() -> None:
     add_torchvision(Path(sys.argv[1]))
     names = sys.argv[2:]
-    rows = {(row["library"], row["network"]): row for row in read_recorded("convert")}  # of the networks not named
+    rows = {(row["library"], row["network"]): row for row in read_recorded("convert") if names}  # of other networks
     lists = {"timm": (*TIMM, *ATTENTION["timm"]), "torchvision": (*TORCHVISION, *ATTENTION["torchvision"])}
     for library, networks in lists.items():
         for name in networks:
@@ -120,6 +120,7 @@ def measure(plain: nn.Module) -> dict[str, object]:
     if not sizes:
         return row | {"message": "no size of images fits its strides"}
     row |= {"strides": strides, "px": sizes[-1]}
+    calibrate(net, sizes[-1])
     x = torch.rand(2, 3, sizes[-1], sizes[-1], dtype=torch.float64)
     row["error 90°"] = f"{rp.equivariance_error(of_tensor(net), x):.1e}"
     row["plain error 90°"] = f"{rp.equivariance_error(of_tensor(plain), x):.1e}"
@@ -193,13 +194,20 @@ def build(library: str, name: str) -> nn.Module:
         from torchvision.models import get_model  # type: ignore[import-not-found]
 
         net = get_model(name, weights=None, num_classes=CLASSES, **TORCHVISION.get(name, {}))
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            assert module.running_mean is not None
-            assert module.running_var is not None
-            module.running_mean.normal_(std=0.1)
-            module.running_var.uniform_(0.5, 2)
-    return net.double().eval()
+    return calibrate(net.double(), 224 if "vgg" in name or name in ATTENTION[library] else 128)
+
+
+def calibrate(net: nn.Module, side_px: int) -> nn.Module:
+    """Set the statistics of batch norms to those of random images, so that outputs depend on the image."""
+    norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d | nn.BatchNorm3d)]
+    momentums = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad():
+        net.train()(torch.rand(4, 3, side_px, side_px, dtype=torch.float64))
+    for norm, momentum in zip(norms, momentums, strict=True):
+        norm.momentum = momentum
+    return net.eval()
 
 
 def add_torchvision(folder: Path) -> None:

@@ -398,7 +398,7 @@ def nearest_sizes(net: nn.Module, image: Tensor, side: int) -> list[int]:
     """
     meta = copy.deepcopy(net).to("meta").eval()
     nearest = []
-    for candidates in (range(side, max(0, side - SEARCH_PX), -1), range(side + 1, side + SEARCH_PX)):
+    for candidates in (range(side, max(side // 2, side - SEARCH_PX), -1), range(side + 1, side + SEARCH_PX)):
         for candidate in candidates:
             example = torch.empty(1, *image.shape[1:-2], candidate, candidate, device="meta", dtype=image.dtype)
             try:
