@@ -114,7 +114,7 @@ def measure(plain: nn.Module) -> dict[str, object]:
         for strides in ("keep", "pool"):
             net = rp.equivariant(plain, 4, keep="maps", strides=strides)
             if sizes := nearest_sizes(net, image, SIDE_PX):
-                break
+                break  # with "keep", resizing by nearest neighbors in feature pyramids accepts no size
     except ValueError as error:
         return row | {"message": str(error)}
     if not sizes:

@@ -341,7 +341,10 @@ def test_repr_lists_options_that_differ_from_the_default() -> None:
         ({"padding": -1}, r"'padding' of .* must be a whole number, 0 or more"),
         ({"padding": "full"}, r"The argument 'padding' of .* must be 'same' or 'valid'; got 'full'"),
         ({"padding": "same", "stride": 2}, r"accepts padding 'same' at stride 1 only; got stride 2"),
-        ({"kernel": "cubic"}, r"'kernel' of .* must be 'bilinear' or 'gaussian' or 'harmonic'; got 'cubic'"),
+        (
+            {"kernel": "cubic"},
+            r"'kernel' of .* must be 'bilinear' or 'gaussian' or 'harmonic' or 'square'; got 'cubic'",
+        ),
         ({"padding_mode": "mirror"}, r"'padding_mode' of .* must be 'zeros' or .* got 'mirror'"),
         ({"pool": 0}, r"'pool' of .* must be a whole number, 1 or more; got 0"),
         ({"pool": 2, "stride": 2}, r"pool=2 needs stride=1 and dilation=1; got stride=2 and dilation=1"),

@@ -33,6 +33,7 @@ from rotopath.group.kernel_families import (
 from rotopath.group.rotation import (
     apply_symmetries,
     count_frequencies,
+    equals_its_rotation,
     flip,
     flip_features,
     fourier_map,
@@ -57,6 +58,7 @@ __all__ = [
     "covering_size",
     "disc_mask",
     "effective_taps",
+    "equals_its_rotation",
     "flip",
     "flip_features",
     "fourier_map",

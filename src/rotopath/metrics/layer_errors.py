@@ -235,7 +235,7 @@ class _Recorder:
         elif isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) and max(layer.kernel_size) > 1:
             height, width = layer.kernel_size
             weight = layer.weight
-            if height != width or not torch.allclose(weight, weight.rot90(1, (-2, -1)), atol=1e-6):
+            if height != width or not group.equals_its_rotation(weight):
                 yield f"kernel: an ordinary kernel of {height} × {width} px does not rotate with the image"
 
 

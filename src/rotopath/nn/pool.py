@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+from rotopath import group
 from rotopath.nn import fuse, triton
 from rotopath.nn.features import (
     SizeError,
@@ -191,7 +192,7 @@ class GroupFilter2d(nn.Module):
         super().__init__()
         check_whole_number(self, stride=stride, pool=pool)
         check_whole_number(self, minimum=0, padding=padding)
-        if taps.ndim != 2 or taps.shape[0] != taps.shape[1] or not torch.allclose(taps, taps.rot90(), atol=1e-6):
+        if taps.ndim != 2 or taps.shape[0] != taps.shape[1] or not group.equals_its_rotation(taps):
             raise ValueError(
                 f"The taps of GroupFilter2d must be a square matrix that equals its rotation by 90°; got a tensor of "
                 f"shape {tuple(taps.shape)}. Use a filter that is the same along rows and columns."

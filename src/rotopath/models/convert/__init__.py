@@ -113,7 +113,8 @@ def equivariant(
     >>> rp.equivariance_error(net, torch.rand(1, 3, 30, 30)) < 1e-4
     True
     >>> start, x = rp.equivariant(plain, orientations=4, weights="copy"), torch.rand(1, 3, 30, 30)
-    >>> mean = sum(plain(x.rot90(i, (2, 3))).rot90(-i, (2, 3)) for i in range(4)) / 4
+    >>> angles = (0, 90, 180, 270)
+    >>> mean = sum(rp.group.rotate(plain(rp.group.rotate(x, angle)), -angle) for angle in angles) / 4
     >>> torch.allclose(start(x), mean, atol=1e-5)
     True
     """
