@@ -112,8 +112,8 @@ def estimate_gpu_hours(study: Study) -> float | None:
     training data. Validation, the choice of thresholds and evaluations are not included. On small datasets, they take
     longer than the steps; in `studies/samples.toml`, everything together took several times as long.
 
-    None if a network cannot be measured, such as one of the user that fails; its job will report the error. The number of steps of a pass is counted in the data; if the data cannot be opened,
-    LEAST_PASS_STEPS is assumed.
+    None if a network cannot be measured, such as one of the user that fails; its job will report the error. The number
+    of steps of a pass is counted in the data; if the data cannot be opened, LEAST_PASS_STEPS is assumed.
     """
     seconds_per_step: dict[Recipe, float] = {}
     seconds = 0.0
