@@ -606,7 +606,7 @@ def spare_work(folder: Path) -> None:
     from rotopath.studies.jobs import JobProcess
 
     load = runs.load
-    JobProcess.run = lambda *_: "jobs are left out"  # type: ignore[method-assign, assignment]
+    JobProcess.run = lambda *_: "jobs are left out"  # type: ignore[method-assign]
 
     @functools.cache
     def load_once() -> runs.Run:
@@ -614,7 +614,7 @@ def spare_work(folder: Path) -> None:
         object.__setattr__(model, "prepare", functools.cache(model.prepare))
         return model
 
-    runs.load = lambda run: load_once() if Path(run) == folder else load(run)  # type: ignore[assignment]
+    runs.load = lambda run: load_once() if Path(run) == folder else load(run)
 
 
 def limit_time() -> None:
