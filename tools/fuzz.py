@@ -672,16 +672,17 @@ class Case:
     number: int | None
     seed: int
 
-    def run(self, corpus: Path, work: Path) -> tuple[int, Callable[[int, str], str]]:
+    def run(self, corpus: Path, work: Path, change: Change | None = None) -> tuple[int, Callable[[int, str], str]]:
         """Change the input in the folder `work`, and run the command on it in this process.
 
+        `change` is used in place of the one that depends on the number of the case.
         Returns the exit code, and a function that returns the outcome from the exit code and what was printed.
         """
         entry = self.entry
         folder = work / entry.folder
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(corpus / entry.folder, folder, copy_function=os.link)  # a template is never written to
-        change = self.change(corpus)
+        change = change or self.change(corpus)
         path = folder / entry.file
         path.unlink()
         path.write_bytes(change.content)
