@@ -135,7 +135,8 @@ def check(report: Page, known: set[str]) -> tuple[list[str], list[str]]:
     Own choices are files of this machine, and builds with a local version, such as 2.13.0+cpu, which PyPI does not
     have. pip has compared the other files with the hash that their index states, if it states one.
     """
-    own, others = [], []
+    own: list[str] = []
+    others: list[str] = []
     for package in report["install"]:
         about, source = package["metadata"], package["download_info"]
         if source.get("archive_info", {}).get("hashes", {}).get("sha256") not in known:

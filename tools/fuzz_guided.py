@@ -16,6 +16,7 @@ import io
 import os
 import random
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -73,33 +74,43 @@ def describe(code: int, work: Path) -> tuple[str, Path | None]:
 
 def search_all(formats: Sequence[str], seconds: int, seed: int, keep: Path) -> list[list[str]]:
     """Search in all formats, one after another, and return the rows of a table: format, inputs and outcome."""
-    rows = [["format", "inputs", "outcome"]]
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
-        corpus = Path(name, "corpus")
-        corpus.mkdir()
-        if fuzz.fork(lambda: fuzz.make_corpus(corpus) or 0, corpus.parent / "corpus.txt"):  # type: ignore[func-returns-value]
-            raise SystemExit((corpus.parent / "corpus.txt").read_text())
-        fuzz.spare_work(corpus / "model")
-        for number, entry in enumerate(entry for entry in fuzz.FORMATS if entry.name in formats):
-            work, output = corpus / f"work-{number}", corpus.parent / "output.txt"
-            work.mkdir()
-            for shared in ("image.png", "recipe.toml"):
-                os.link(corpus / shared, work / shared)
-            if (child := os.fork()) == 0:
+    parent, root = os.getpid(), Path(tempfile.mkdtemp(prefix="fuzz-"))
+    try:
+        return _search_all(formats, seconds, seed, keep, root)
+    finally:
+        if os.getpid() == parent:  # libFuzzer ends a process in its own way
+            shutil.rmtree(root)
+
+
+def _search_all(formats: Sequence[str], seconds: int, seed: int, keep: Path, root: Path) -> list[list[str]]:
+    rows, corpus, output = [["format", "inputs", "outcome"]], root / "corpus", root / "output.txt"
+    corpus.mkdir()
+    if fuzz.fork(lambda: fuzz.make_corpus(corpus) or 0, output):  # type: ignore[func-returns-value]
+        raise SystemExit(output.read_text())
+    fuzz.spare_work(corpus / "model")
+    for number, entry in enumerate(entry for entry in fuzz.FORMATS if entry.name in formats):
+        work = corpus / f"work-{number}"
+        work.mkdir()
+        for shared in ("image.png", "recipe.toml"):
+            os.link(corpus / shared, work / shared)
+        if (child := os.fork()) == 0:
+            try:
                 os.chdir(work)
                 os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
                 search(entry, corpus, work, seconds, seed)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            outcome, found = describe(code, work)
-            text = output.read_text(errors="replace")
-            inputs = re.findall(r"number_of_executed_units: *(\d+)", text)
-            rows.append([entry.name, inputs[-1] if inputs else "unknown", outcome])
-            print(*rows[-1], file=sys.stderr, flush=True)
-            if found is not None:
-                keep.mkdir(parents=True, exist_ok=True)
-                (keep / f"{re.sub('[^a-z0-9.]+', '-', entry.name)}-{found.name}").write_bytes(found.read_bytes())
-            if outcome != "ok":
-                print(text[-3000:], file=sys.stderr)
+            finally:
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        outcome, found = describe(code, work)
+        text = output.read_text(errors="replace")
+        inputs = re.findall(r"number_of_executed_units: *(\d+)", text)
+        rows.append([entry.name, inputs[-1] if inputs else "unknown", outcome])
+        print(*rows[-1], file=sys.stderr, flush=True)
+        if found is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            (keep / f"{re.sub('[^a-z0-9.]+', '-', entry.name)}-{found.name}").write_bytes(found.read_bytes())
+        if outcome != "ok":
+            print(text[-3000:], file=sys.stderr)
     return rows
 
 
