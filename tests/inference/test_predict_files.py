@@ -26,7 +26,7 @@ from layouts import write_image
 from PIL import Image
 from scanner_files import write_dicom, write_mirax, write_ome_zarr
 from scipy import ndimage
-from sharing import hold_elsewhere
+from sharing import hold_elsewhere, pipe_at
 from test_pretrained import draw_tissue
 from typer.testing import CliRunner, Result
 
@@ -278,19 +278,11 @@ def test_damaged_results_are_predicted_again(name: str, images: Path, tmp_path: 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
 @pytest.mark.parametrize("name", ["summary.json", "objects.geojson"])
 def test_a_pipe_in_place_of_a_result_is_replaced(name: str, images: Path, tmp_path: Path) -> None:
-    """And not read, which would wait until another program writes to it."""
     rp.predict(MODEL, images / "a.png", tmp_path / "out", **DONE)
     path = tmp_path / "out/a.png" / name
     content = path.read_bytes()
-    path.unlink()
-    os.mkfifo(path)
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the prediction waits for the pipe"))
-    signal.alarm(30)
-    try:
+    with pipe_at(path):
         assert [outcome.state for outcome in rp.predict(MODEL, images / "a.png", tmp_path / "out", **DONE)] == ["done"]
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
     assert path.is_file()
     assert len(path.read_bytes()) == pytest.approx(len(content), abs=20)  # a summary contains times
 
