@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
@@ -16,6 +15,7 @@ from layouts import amida13, kumar, pcam, pixels, write_csv, write_image
 from PIL import Image
 from rich.console import Console
 from scanner_files import write_svs
+from sharing import pipe_at
 from typer.testing import CliRunner, Result
 
 import rotopath
@@ -620,26 +620,14 @@ def test_slides_refuses_a_file_in_one_sentence_and_describes_the_others(tmp_path
     ],
 )
 def test_a_pipe_is_refused_and_not_waited_for(name: str, command: str, tmp_path: Path) -> None:
-    """Reading a pipe waits until another program writes to it."""
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     if path.parent.name == "run":
         shutil.copytree(pretrained.HOME / "tumor-pcam-n8", path.parent, dirs_exist_ok=True)
-        path.unlink()
     image = write_image(tmp_path / "image.png", pixels(90, 90))
-    os.mkfifo(path)
     places = {"folder": tmp_path, "out": tmp_path / "out", "image": image}
-
-    def give_up(*_: object) -> None:
-        pytest.fail("the command waits for the pipe")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(30)
-    try:
+    with pipe_at(path):
         result = run(*command.format(path, **places).split())
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
     assert result.exit_code in (1, 2)
     assert "is a pipe, a socket or a device and not a file" in result.output
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

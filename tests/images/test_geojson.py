@@ -219,6 +219,7 @@ def test_a_measurement_that_is_nan_has_no_value(tmp_path: Path) -> None:
         ('{"features": 3}', "is not GeoJSON: expected a FeatureCollection"),
         ("3", "is not GeoJSON: expected a FeatureCollection"),
         ('[{"geometry": null}]', "has a feature, number 1, that cannot be used"),
+        ('[{"type": Infinity, "geometry": {"type": "Point", "coordinates": [1, 2]}}]', "its type is inf; expected"),
         (COLOR % "Infinity", "the color of a class is"),
         (COLOR % "NaN", "the color of a class is"),
         (COLOR % "256", "the color of a class is"),

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 import tifffile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sharing import pipe_at
 
 from rotopath.images import UnreadableFileError, open_slide
 from rotopath.images import pyramid as pyramid_module
@@ -263,3 +265,9 @@ def test_stored_maps_of_strangers_are_refused_before_they_fill_the_memory(
     sentence = f"is damaged .*{re.escape(message)}.*; predict the slide again"
     with pytest.raises(UnreadableFileError, match=sentence), StoredMap(tmp_path / "map.zip") as stored:
         stored.read((0, 4), (0, 4), 3)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+def test_a_pipe_in_place_of_a_stored_map_is_refused(tmp_path: Path) -> None:
+    with pipe_at(tmp_path / "map.zip"), pytest.raises(UnreadableFileError, match=r"map\.zip is a pipe"):
+        StoredMap(tmp_path / "map.zip")

@@ -26,7 +26,7 @@ from layouts import write_image
 from PIL import Image
 from scanner_files import write_dicom, write_mirax, write_ome_zarr
 from scipy import ndimage
-from sharing import hold_elsewhere
+from sharing import hold_elsewhere, pipe_at
 from test_pretrained import draw_tissue
 from typer.testing import CliRunner, Result
 
@@ -273,6 +273,18 @@ def test_damaged_results_are_predicted_again(name: str, images: Path, tmp_path: 
         assert [outcome.state for outcome in rp.predict(MODEL, images / "a.png", tmp_path / "out", **DONE)] == [
             "skipped"
         ]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+@pytest.mark.parametrize("name", ["summary.json", "objects.geojson"])
+def test_a_pipe_in_place_of_a_result_is_replaced(name: str, images: Path, tmp_path: Path) -> None:
+    rp.predict(MODEL, images / "a.png", tmp_path / "out", **DONE)
+    path = tmp_path / "out/a.png" / name
+    content = path.read_bytes()
+    with pipe_at(path):
+        assert [outcome.state for outcome in rp.predict(MODEL, images / "a.png", tmp_path / "out", **DONE)] == ["done"]
+    assert path.is_file()
+    assert len(path.read_bytes()) == pytest.approx(len(content), abs=20)  # a summary contains times
 
 
 def test_results_of_versions_without_checksums_are_kept(images: Path, tmp_path: Path) -> None:

@@ -191,7 +191,9 @@ def show_data(
     out: Annotated[Path, typer.Option(help="Image file to write (.png, .jpg, .pdf or .svg).")] = Path(
         "contact-sheet.png"
     ),
-    seed: Annotated[int, typer.Option(min=0, help="Random seed. A different seed selects different images.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Random seed. A different seed selects different images.")
+    ] = 0,
     augment: Annotated[
         bool,
         typer.Option("--augment", help="Draw one image with each type of augmentation that a recipe can have instead."),
@@ -214,7 +216,9 @@ def show_data(
 def make_data(
     task: Annotated[str, typer.Option(help="Task: mitosis, nuclei or tumor.")],
     out: Annotated[Path, typer.Option(help="Folder for the dataset. It must be new or empty.")],
-    seed: Annotated[int, typer.Option(min=0, help="Random seed. The same seed generates identical files.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Random seed. The same seed generates identical files.")
+    ] = 0,
 ) -> None:
     """Generate annotated synthetic tissue images, stored like AMIDA13 (mitosis), Kumar (nuclei) or PCam (tumor)."""
     from rotopath.synthetic import make_mitosis, make_nuclei, make_tumor

@@ -324,6 +324,8 @@ def _parse_feature(feature: Any, origin_px: tuple[float, float]) -> Iterator[Sli
 
     `origin_px` (row, column) is added to all coordinates.
     """
+    if (type_name := feature.get("type", "Feature")) != "Feature":
+        raise ValueError(f"its type is {type_name!r:.50}; expected 'Feature'")
     properties = feature.get("properties") or {}
     object_type = properties.get("objectType", properties.get("object_type"))
     kind: Literal["detection", "annotation"] = "detection" if object_type in DETECTION_TYPES else "annotation"

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from tifffile import TiffWriter
 
 from rotopath.environment import count_cores
-from rotopath.images.files import UnreadableFileError
+from rotopath.images.files import UnreadableFileError, expect_file
 from rotopath.writing import atomic_file, parse_json
 
 TILE_PX = 512  # side of the square tiles
@@ -178,6 +178,7 @@ class StoredMap:
     """
 
     def __init__(self, path: Path) -> None:
+        expect_file(path)
         self._path = path
         with ExitStack() as stack:
             try:

@@ -565,6 +565,7 @@ def _is_done(folder: Path, about: dict[str, object], options: FileOptions) -> bo
 
 def _identify(path: Path) -> dict[str, int | str]:
     """Return the size of a file and, if it has at most HASHED_BYTES, its SHA-256, to notice damage later."""
+    expect_file(path)
     size = path.stat().st_size
     if size > HASHED_BYTES:
         return {"bytes": size}

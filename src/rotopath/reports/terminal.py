@@ -27,6 +27,8 @@ import rotopath
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 130, 143  # exit codes; 128 + SIGINT or SIGTERM, as in shells
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # also reverses the direction of text
 
+LONG_WORD = re.compile(r"\S{1000,}")  # such as a number of thousands of digits in a damaged recipe
+
 
 class SafeConsole(Console):
     """A console that prints control characters of texts, such as names of files, as codes such as \\x1b.
@@ -165,7 +167,8 @@ def exit_interrupted(error: KeyboardInterrupt, folder: Path | None = None, note:
 
 
 def print_error(message: str) -> None:
-    """Print an error message to stderr on one line, without wrapping it."""
+    """Print an error message to stderr on one line, without wrapping it. The middle of very long words is left out."""
+    message = LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-100:]}", message)
     SafeConsole(stderr=True).print(f"rotopath: {message}", highlight=False, soft_wrap=True, markup=False)
 
 

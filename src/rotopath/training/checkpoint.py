@@ -344,6 +344,7 @@ def find_checkpoint(folder: Path, network: torch.nn.Module) -> Path | None:
     path = folder / RESUME
     if not path.exists():
         return None
+    expect_file(path)
     try:
         with zipfile.ZipFile(path) as parts:
             if part := parts.testzip():
