@@ -2,12 +2,14 @@
 
 A model is equivariant if rotating the input only rotates the output. `equivariance_error` measures how far a layer or
 network is from being equivariant. `measure_robustness` measures how much the probabilities and decisions of a trained
-network differ between rotations of the same inputs.
+network differ between rotations of the same inputs; `measure_resampling` measures which part of this is an effect of
+interpolating pixels, and not of the rotation; `measure_similarity` compares embeddings. `docs/audit.md` explains them.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ from rotopath import group
 
 FADE_FROM = 0.7  # inputs fade to zero between this fraction of the radius of their inscribed disc and its edge
 ROBUSTNESS_STEPS = 16  # number of rotations, 22.5° apart, as in the paper of Lafarge et al. (arXiv:2002.08725)
+QUARTERS = 4  # of these rotations are multiples of 90°, on the grid of pixels
+NEIGHBORS = 10  # nearest neighbors of an embedding that are compared
 
 
 # Equivariance
@@ -195,3 +199,116 @@ def measure_robustness(probabilities: NDArray[np.floating], decisions: NDArray[n
         )
     changed = (decisions != decisions[:1]).any(axis=0)
     return Robustness(float(probabilities.std(axis=0, dtype=np.float64).mean()), float(changed.mean()))
+
+
+def quarter_angles() -> list[float]:
+    """Return the angles of the grid of pixels, 0°, 90°, 180° and 270°. Rotations by these do not interpolate."""
+    return group.angles(QUARTERS)
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """The part of the change of predictions under rotation that is due to interpolating pixels."""
+
+    deviation: float  # standard deviation of the probability over interpolations, without any rotation, averaged
+    changed: float  # fraction of inputs whose decision differs between interpolations, without any rotation
+    fraction: float  # fraction of the variance over the rotations that interpolation can explain, 0 to 1
+    beyond: Robustness  # change over the rotations after this part is subtracted
+
+
+def measure_resampling(
+    probabilities: NDArray[np.floating],
+    decisions: NDArray[np.generic],
+    resampled: NDArray[np.floating],
+    resampled_decisions: NDArray[np.generic],
+) -> Resampling:
+    """Measure the part of interpolation in the change of predictions over the 16 fair angles, and subtract it.
+
+    All arrays are (16, inputs), or have further axes, in the order of `robustness_angles()`. `probabilities` and
+    `decisions` are those of `measure_robustness`. `resampled` and `resampled_decisions` are predictions of images that
+    were rotated by the angle modulo 90° and back, and then by the multiple of 90° that is left.
+
+    The fair angles are γ + 90°·j, with four γ between 0° and 90°. Images with equal γ have the same interpolated
+    pixels, at other positions. Interpolation can thus only explain differences between the means over j: their variance
+    over γ, or that of the images that were rotated and back, if this is smaller. Those were interpolated twice, so that
+    the subtracted part is rather too large than too small: the change due to rotation is between `beyond` and the
+    change that `measure_robustness` returns.
+
+    A decision changes beyond interpolation if it differs between angles with equal γ, or if it differs between other
+    angles and not between the images that were rotated and back.
+    """
+    before = measure_robustness(probabilities, decisions)
+    measure_robustness(resampled, resampled_decisions)  # checks the shapes
+    angles, references = (_group_by_quarter(values.astype(np.float64)) for values in (probabilities, resampled))
+    total = angles.var(axis=(0, 1)).sum()
+    between, explained = (values.mean(axis=0).var(axis=0).sum() for values in (angles, references))
+    fraction = float(min(between, explained) / total) if total else 0.0
+    chosen, without = _group_by_quarter(decisions), _group_by_quarter(resampled_decisions)
+    by_rotation = (chosen != chosen[:1]).any(axis=(0, 1))
+    by_interpolation = (without != without[:, :1]).any(axis=(0, 1))
+    differs = (decisions != decisions[:1]).any(axis=0)
+    return Resampling(
+        deviation=float(np.sqrt(references.var(axis=1).mean(axis=0)).mean()),
+        changed=float(by_interpolation.mean()),
+        fraction=fraction,
+        beyond=Robustness(
+            before.deviation * math.sqrt(1 - fraction), float((by_rotation | (differs & ~by_interpolation)).mean())
+        ),
+    )
+
+
+def _group_by_quarter(values: NDArray[np.generic]) -> NDArray[Any]:
+    """Split the axis of the fair angles γ + 90°·j: the result is (j, γ, ...)."""
+    return values.reshape(QUARTERS, ROBUSTNESS_STEPS // QUARTERS, *values.shape[1:])
+
+
+# Embeddings
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """How similar the embeddings of an input are at different angles. Both numbers are 1 if they are equal."""
+
+    cosine: float  # cosine similarity between two angles, averaged over pairs of angles and inputs
+    neighbors: float | None  # fraction of the nearest neighbors that two angles share; None for fewer than 3 inputs
+
+
+def measure_similarity(embeddings: NDArray[np.floating]) -> Similarity:
+    """Measure how similar embeddings (angles, inputs, F) are between angles.
+
+    The nearest neighbors of an input are the other inputs with the highest cosine similarity at the same angle: up to
+    ten, but at most half of them. Raises ValueError if there are fewer than two angles.
+    """
+    angles, inputs = embeddings.shape[:2]
+    if angles < 2 or not inputs:
+        raise ValueError(
+            f"Embeddings of two angles or more, and of one input or more, are needed; got {angles, inputs}."
+        )
+    units, pairs = _normalize(embeddings), angles * (angles - 1)
+    cosine = float(mean_cosines(embeddings).mean())
+    count = min(NEIGHBORS, (inputs - 1) // 2)
+    if not count:
+        return Similarity(cosine, None)
+    times = np.zeros(
+        (inputs, inputs), np.int64
+    )  # number of angles at which the second input is a neighbor of the first
+    for vectors in units:
+        similarity = vectors @ vectors.T
+        np.fill_diagonal(similarity, -np.inf)
+        nearest = np.argpartition(-similarity, count - 1, axis=1)[:, :count]
+        times[np.arange(inputs)[:, None], nearest] += 1
+    return Similarity(cosine, float((times * (times - 1)).sum() / (pairs * inputs * count)))
+
+
+def mean_cosines(embeddings: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Return the mean cosine similarity (inputs,) between pairs of angles, for embeddings (angles, inputs, F)."""
+    units, angles = _normalize(embeddings), len(embeddings)
+    sums: NDArray[np.float64] = np.square(units.sum(axis=0)).sum(axis=-1) - np.square(units).sum(axis=(0, 2))
+    return sums / (angles * (angles - 1))
+
+
+def _normalize(embeddings: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Scale vectors to length 1. Vectors of zeros, which have no direction, stay zeros."""
+    vectors = embeddings.astype(np.float64)
+    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / np.where(lengths == 0, 1, lengths)
