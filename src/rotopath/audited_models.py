@@ -159,7 +159,8 @@ def _open_named(name: str, options: ModelOptions) -> AuditedModel:
 
 def _open_run(run: Run) -> AuditedModel:
     source = "pretrained model" if run.is_pretrained else "run"
-    return AuditedModel(run.name, source, run.task, run.network, run.point, is_run=True)
+    name = run.name if run.is_pretrained else run.folder.resolve().name
+    return AuditedModel(name, source, run.task, run.network, run.point, is_run=True)
 
 
 def _open_timm(name: str, options: ModelOptions) -> AuditedModel:
@@ -234,7 +235,7 @@ def _parse_transform(steps: Any) -> dict[str, Any]:
 
 
 def _parse_colors(key: str, values: Any) -> tuple[float, ...]:
-    numbers = values if isinstance(values, list) and len(values) == IMAGE_CHANNELS else [None]
+    numbers: list[Any] = values if isinstance(values, list) and len(values) == IMAGE_CHANNELS else [None]
     if not all(type(value) in (int, float) for value in numbers) or (key == "std" and 0 in numbers):
         raise ValueError(f"{key!r} of 'Normalize' must be three numbers; got {values!r:.60}")
     return tuple(float(value) for value in numbers)

@@ -305,7 +305,7 @@ def _use_spacing(model: AuditedModel, samples: Sequence[Sample]) -> Sequence[Sam
 
 
 def _divide(model: AuditedModel, samples: Sequence[Sample], count: int, field_px: int) -> list[Sample]:
-    """Divide slides and large images into squares of `field_px`, and choose up to `count`; on slides, those on tissue.
+    """Divide slides and large images into squares of `field_px`, and choose up to `count` of those on tissue.
 
     The choice is random, with a fixed seed. Images that hold no two squares are used as they are.
     """
@@ -317,8 +317,7 @@ def _divide(model: AuditedModel, samples: Sequence[Sample], count: int, field_px
         height, width = annotated_size_px(sample.path)
         side = max(1, round(field_px * model.task.spacing_um_px / sample.spacing_um_px))
         rows, columns = height // side, width // side
-        is_slide = is_read_in_parts(sample.path)
-        if rows * columns < 2 and not is_slide:
+        if rows * columns < 2 and not is_read_in_parts(sample.path):
             parts.append(sample)
             continue
         top, left = (height - rows * side) // 2, (width - columns * side) // 2
@@ -327,8 +326,7 @@ def _divide(model: AuditedModel, samples: Sequence[Sample], count: int, field_px
             for row in range(rows)
             for column in range(columns)
         ]
-        if is_slide:
-            boxes = _keep_tissue(sample, boxes)
+        boxes = _keep_tissue(sample, boxes)
         boxes = [boxes[i] for i in np.random.default_rng(SEED).permutation(len(boxes))[:count]]
         parts += [_cut(sample, box) for box in boxes]
     if not parts:
@@ -342,7 +340,7 @@ def _cut(sample: Sample, box: PixelBox) -> Sample:
 
 
 def _keep_tissue(sample: Sample, boxes: Sequence[PixelBox]) -> list[PixelBox]:
-    """Return the squares of a slide whose center is on tissue."""
+    """Return the squares of a slide or an image whose center is on tissue."""
     with open_slide(sample.path, sample.spacing_um_px, override_spacing=True) as slide:
         tissue = find_tissue(slide)
     um_px = sample.spacing_um_px
@@ -360,7 +358,7 @@ def _summarize(model: AuditedModel, inputs: _Inputs, rotated: RotatedPredictions
     """Return the content of audit.json, without its provenance."""
     assert rotated.audited is not None
     found = rotated.audited
-    resampling = measure_resampling(rotated.fair, rotated.fair_decisions, found.resampled, found.resampled_decisions)
+    resampling = measure_resampling(rotated.fair, rotated.fair_decisions, found.nearby, found.nearby_decisions)
     grid = measure_robustness(rotated.plain[::GRID_STEP], rotated.plain_decisions[::GRID_STEP])
     window_px = (
         model.network.geometry.context_px if isinstance(model.network, DenseNetwork) else model.network.window_px
@@ -400,14 +398,14 @@ def _summarize(model: AuditedModel, inputs: _Inputs, rotated: RotatedPredictions
 def _compare_embeddings(found: AuditedPredictions, count: int) -> dict[str, Any] | None:
     """Return the similarity of embeddings over angles: on the grid, at fair angles, and beyond interpolation.
 
-    Without any rotation, the embeddings of images that were rotated and back differ, too. What they lack to 1 is
-    subtracted from what the embeddings at the fair angles lack to 1.
+    Embeddings at a fair angle and at the nearby one differ by interpolation. What they lack to 1 is subtracted from
+    what the embeddings at the fair angles lack to 1.
     """
-    if found.fair_embeddings is None or found.plain_embeddings is None or found.resampled_embeddings is None:
+    if found.fair_embeddings is None or found.plain_embeddings is None or found.nearby_embeddings is None:
         return None
     grid, fair = measure_similarity(found.plain_embeddings[::GRID_STEP]), measure_similarity(found.fair_embeddings)
-    by_quarter = found.resampled_embeddings.reshape(4, GRID_STEP, *found.resampled_embeddings.shape[1:])
-    alike = [measure_similarity(embeddings) for embeddings in by_quarter]
+    pairs = zip(found.fair_embeddings, found.nearby_embeddings, strict=True)
+    alike = [measure_similarity(np.stack(pair)) for pair in pairs]
     cosine = float(np.mean([similarity.cosine for similarity in alike]))
     shared = [similarity.neighbors for similarity in alike if similarity.neighbors is not None]
     resampling = Similarity(cosine, float(np.mean(shared)) if shared else None)
@@ -441,7 +439,14 @@ def _try_conversion(model: AuditedModel) -> dict[str, Any]:
         return {"possible": False, "reason": "needs the network as a torch module, and not as an exported file"}
     assert isinstance(module, nn.Module)
     if is_equivariant(module):
-        return {"possible": False, "reason": "is not needed: the network has SE(2,N) layers already"}
+        orientations = max((getattr(layer, "orientations", 1) for layer in module.modules()), default=1)
+        if orientations == 1:
+            reason = (
+                "is not needed: train the same recipe with orientations = 8, which costs the same number of weights"
+            )
+        else:
+            reason = f"is not needed: the network has SE(2,N) layers, with N = {orientations}"
+        return {"possible": False, "reason": reason}
     before = sum(weight.numel() for weight in module.parameters())
     try:
         converted = equivariant(copy.deepcopy(module).cpu(), 8)

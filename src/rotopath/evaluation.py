@@ -31,7 +31,7 @@ from rotopath.group import covering_size
 from rotopath.group.rotation import SPLINE_REACH
 from rotopath.inference import predict_batch, predict_patches, predict_rotated, predict_rotations
 from rotopath.inference.dense import MAX_ROTATIONS, FeatureNetwork, check_rotations, predict_realigned
-from rotopath.metrics.equivariance import Robustness, measure_robustness, robustness_angles
+from rotopath.metrics.equivariance import Robustness, find_nearby_step, measure_robustness, robustness_angles
 from rotopath.model_file import RunError, read_json
 from rotopath.models import DenseNetwork, WindowNetwork
 from rotopath.nn import center_crop
@@ -344,17 +344,19 @@ class Predictor(Protocol):
 class AuditedPredictions:
     """What an audit needs beside the predictions at the fair and plain angles.
 
-    Predictions are "resampled" if images were rotated by the fair angles modulo 90° and back, and then by the remaining
-    multiples of 90°. Embeddings are (angles, windows, F), or None if the network has none.
+    The nearby angles are a few degrees above the fair angles: `nearby_step` degrees, by which pixels at the edge of a
+    window move by two pixels. Images at a fair and a nearby angle differ in the interpolation of their pixels, and
+    hardly in their rotation. Embeddings are (angles, windows, F), or None if the network has none.
     """
 
-    resampled: NDArray[np.float32]
-    resampled_decisions: NDArray[np.generic]
+    nearby_step: float
+    nearby: NDArray[np.float32]  # probabilities
+    nearby_decisions: NDArray[np.generic]
     # Robustness at the fair angles after the probabilities are averaged over k rotations of each rotated input, by k
     averaged: Mapping[int, Robustness]
     fair_embeddings: NDArray[np.float32] | None = None
     plain_embeddings: NDArray[np.float32] | None = None
-    resampled_embeddings: NDArray[np.float32] | None = None
+    nearby_embeddings: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -454,12 +456,12 @@ def predict_rotated_windows(
     def activate(outputs: Tensor) -> Tensor:
         return torch.cat([task.to_probabilities(outputs[:, :classes]), outputs[:, classes:]], dim=1)
 
-    def predict(degrees: Sequence[float], undo: bool = False) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    def predict(degrees: Sequence[float]) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """Return the probabilities (angles, B, K) or (angles, B, P, K), and the embeddings (angles, B, F)."""
         if isinstance(network, DenseNetwork):
-            outputs = predict_rotated(network, images, degrees, activate, undo)
+            outputs = predict_rotated(network, images, degrees, activate)
         else:
-            outputs = predict_realigned(cast(WindowNetwork, network), images, degrees, activate, undo)
+            outputs = predict_realigned(cast(WindowNetwork, network), images, degrees, activate)
         if embeds:
             return np.zeros((*outputs.shape[:2], 1), np.float32), outputs
         features = outputs[..., classes:] if outputs.shape[-1] > classes else None
@@ -474,19 +476,21 @@ def predict_rotated_windows(
         followed: NDArray[np.float32] = np.take_along_axis(values, channels, axis=-1)[..., 0]
         return followed
 
+    side_px = run.network.geometry.smallest_px if isinstance(run.network, DenseNetwork) else run.network.window_px
     probability, found = follow(probabilities), None
     if audited:
-        resampled, resampled_features = predict(fair, undo=True)
+        step = find_nearby_step(side_px)
+        nearby, nearby_features = predict([angle + step for angle in fair])
         averages = _average_over_angles(probabilities[: len(fair)])
         found = AuditedPredictions(
-            follow(resampled),
-            task.decide(resampled, run.point),
+            step,
+            follow(nearby),
+            task.decide(nearby, run.point),
             {n: measure_robustness(follow(mean), task.decide(mean, run.point)) for n, mean in averages.items()},
             None if features is None else features[: len(fair)],
             None if features is None else features[len(fair) :],
-            resampled_features,
+            nearby_features,
         )
-    side_px = run.network.geometry.smallest_px if isinstance(run.network, DenseNetwork) else run.network.window_px
     shown = (center_crop(images if audited else images[:SHOWN_WINDOWS], side_px, side_px) * 255).round().byte()
     return RotatedPredictions(
         fair_degrees=fair,
@@ -560,11 +564,13 @@ def predict_rotated_fields(
     decisions = probability >= FOREGROUND
     found = None
     if audited:
-        again = [_predict_rotated_field(run, image, device, fair, undo=True)[1]["objects"] for image in images]
-        resampled = np.stack(again, axis=1)
+        step = find_nearby_step(FIELD_PX)
+        degrees = [angle + step for angle in fair]
+        again = [_predict_rotated_field(run, image, device, degrees)[1]["objects"] for image in images]
+        nearby = np.stack(again, axis=1)
         averages = _average_over_angles(probability[: len(fair)])
         robustness = {n: measure_robustness(mean, mean >= FOREGROUND) for n, mean in averages.items()}
-        found = AuditedPredictions(resampled, resampled >= FOREGROUND, robustness)
+        found = AuditedPredictions(step, nearby, nearby >= FOREGROUND, robustness)
     return RotatedPredictions(
         fair_degrees=fair,
         fair=probability[: len(fair)],
@@ -580,12 +586,11 @@ def predict_rotated_fields(
 
 
 def _predict_rotated_field(
-    run: Predictor, image: NDArray[np.uint8], device: torch.device, degrees: Sequence[float], undo: bool = False
+    run: Predictor, image: NDArray[np.uint8], device: torch.device, degrees: Sequence[float]
 ) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.float32]]]:
     """Return the central square (h, w, 3) of a field, and a dictionary of the maps (angles, h, w) of this square.
 
-    For each angle in `degrees`, the field is rotated and predicted, and the maps are rotated back. `undo` is that of
-    `predict_rotations`.
+    For each angle in `degrees`, the field is rotated and predicted, and the maps are rotated back.
     """
     network = run.network
     assert isinstance(network, DenseNetwork)
@@ -593,7 +598,7 @@ def _predict_rotated_field(
     read_px = covering_size(FIELD_PX + network.geometry.smallest_px)
     top, left = (max(0, (side - read_px) // 2) for side in image.shape[:2])
     part = image[top : top + read_px, left : left + read_px]
-    rotated = predict_rotations(network, part[None], device, degrees, activation=run.task.to_probabilities, undo=undo)
+    rotated = predict_rotations(network, part[None], device, degrees, activation=run.task.to_probabilities)
     probabilities = np.concatenate(list(rotated))  # (angles, K, height, width)
     rows, columns = (slice(max(0, (side - FIELD_PX) // 2), (side + FIELD_PX) // 2) for side in part.shape[:2])
     maps = [run.task.maps_for_report(outputs) for outputs in probabilities[..., rows, columns]]

@@ -152,15 +152,13 @@ def predict_rotations(
     tile_px: int | None = None,
     full: bool = False,
     activation: Activation = activate,
-    undo: bool = False,
 ) -> Iterator[NDArray[np.float32]]:
     """For each angle, rotate images (B, H, W, 3), predict them, rotate the maps (B, K, h, w) back, and yield the maps.
 
     The angles `degrees` are counter-clockwise. Rotations by multiples of 90° are exact. Rotations by other angles
     interpolate; for these, more pixels are reflected beyond the edges, to fill the corners of the rotated images. The
     other arguments are those of `predict`. The mean of the maps over the angles is test-time augmentation; the standard
-    deviation of the maps measures robustness to rotation. With `undo`, the part of each rotation that interpolates is
-    undone before the network runs, and once more for its maps, so that only the multiple of 90° is left.
+    deviation of the maps measures robustness to rotation.
     """
     expect_eval(network)
     if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8 or 0 in images.shape:
@@ -182,7 +180,7 @@ def predict_rotations(
     frame = (layouts[0].frame_px, layouts[1].frame_px)
     rows, columns = (slice(side.kept.start * refinement, (side.kept.stop - 1) * refinement + 1) for side in layouts)
     for angle in degrees:
-        maps = predict_frame(network.geometry, predict_pixels, read_pixels, frame, angle, refinement, undo)
+        maps = predict_frame(network.geometry, predict_pixels, read_pixels, frame, angle, refinement)
         yield maps[..., rows, columns].cpu().numpy()
 
 
@@ -250,7 +248,6 @@ def predict_rotated(
     images: Tensor,
     degrees: Sequence[float],
     activation: Activation = activate,
-    undo: bool = False,
 ) -> NDArray[np.float32]:
     """Rotate patches by each angle, and predict the class probabilities (angles, B, K) at their centers.
 
@@ -263,9 +260,6 @@ def predict_rotated(
     the result agrees with the probabilities that `predict_rotations` returns for this output. At multiples of 90°, they
     are equal up to rounding. At other angles, they differ slightly, because `predict_rotations` interpolates its
     rotated maps.
-
-    With `undo`, the part of each rotation that interpolates, which is the angle modulo 90°, is undone before the
-    network runs. Only the multiple of 90° is left, and the effect of interpolating the pixels twice.
 
     Raises ValueError if the network returns a map of more than 1 × 1 outputs for its smallest valid image.
     """
@@ -288,7 +282,7 @@ def predict_rotated(
     batch_size = max(1, PIXELS_PER_BATCH // window_px**2)
     for start in range(0, len(images), batch_size):
         batch = images[start : start + batch_size]
-        for i, _, rotated in _rotate_batch(batch, window_px, degrees, undo):
+        for i, _, rotated in _rotate_batch(batch, window_px, degrees):
             maps = center_crop(compute_probabilities(network, rotated, activation), 1, 1)
             probabilities[i, start : start + len(batch)] = maps.flatten(1).cpu().numpy()
     return probabilities
@@ -299,63 +293,39 @@ def predict_realigned(
     images: Tensor,
     degrees: Sequence[float],
     activation: Activation = activate,
-    undo: bool = False,
 ) -> NDArray[np.float32]:
     """Rotate patches by each angle, predict maps of their windows, rotate the maps back, and return their disc.
 
     This is for a network that returns a map (B, K, h, h) for windows of one size, with a side of `network.window_px`.
-    `images` (B, 3, S, S), `degrees` and `undo` are those of `predict_rotated`; S may be any size. The maps are compared
-    where all of them have values: on the P positions of the inscribed disc of a map, without its edge. The result is
-    (angles, B, P, K).
+    `images` (B, 3, S, S) and `degrees` are those of `predict_rotated`; S may be any size. The maps are compared
+    where all of them have values: on the P positions of the inscribed disc of a map. The result is (angles, B, P, K).
     """
     parts: list[list[NDArray[np.float32]]] = [[] for _ in degrees]
     batch_size = max(1, PIXELS_PER_BATCH // network.window_px**2)
     for start in range(0, len(images), batch_size):
         batch = images[start : start + batch_size]
-        for i, angle, rotated in _rotate_batch(batch, network.window_px, degrees, undo):
+        for i, angle, rotated in _rotate_batch(batch, network.window_px, degrees):
             with torch.no_grad():
                 maps = activation(network(rotated)).float()
             between = angle % 90
-            maps = group.rotate(maps, between - angle)
-            if undo:
-                maps = group.rotate(maps, between)
-            maps = group.rotate(maps, -between).clamp(0, 1)  # splines may overshoot
-            inside = _find_comparable(maps.shape[-1])
+            maps = group.rotate(group.rotate(maps, between - angle), -between).clamp(0, 1)  # splines may overshoot
+            inside = group.inscribed_disc(*maps.shape[-2:]).bool()
             parts[i].append(maps[..., inside.to(maps.device)].movedim(1, -1).cpu().numpy())
     return np.stack([np.concatenate(part) for part in parts])
 
 
-def _find_comparable(side: int) -> Tensor:
-    """Return a mask (side, side) of the positions of a map at which maps that were rotated and back have values.
-
-    This is the inscribed disc, without the edge at which splines interpolate values from outside of the disc.
-    """
-    disc = group.inscribed_disc(side, side).bool()
-    edge = SPLINE_REACH if side > 4 * SPLINE_REACH else 0
-    return torch.nn.functional.pad(group.inscribed_disc(side - 2 * edge, side - 2 * edge).bool(), [edge] * 4) & disc
-
-
-def _rotate_batch(
-    images: Tensor, window_px: int, degrees: Sequence[float], undo: bool
-) -> Iterator[tuple[int, float, Tensor]]:
-    """Rotate patches (B, 3, S, S) by each angle. Yield the index of the angle, the angle, and the rotated windows.
-
-    `undo` is that of `predict_rotated`.
-    """
+def _rotate_batch(images: Tensor, window_px: int, degrees: Sequence[float]) -> Iterator[tuple[int, float, Tensor]]:
+    """Rotate patches (B, 3, S, S) by each angle. Yield the index of the angle, the angle, and the rotated windows."""
     windows: dict[float, Tensor] = {}  # windows rotated by the angle modulo 90°, which needs interpolation
     for i, angle in enumerate(degrees):
         between = angle % 90
         if between not in windows:
-            side_px = group.covering_size(window_px) + 2 * SPLINE_REACH if undo else window_px
-            rotated = center_crop(_rotate_windows(images, side_px, between), side_px, side_px)
-            if undo:
-                rotated = center_crop(_rotate_windows(rotated, window_px, -between), window_px, window_px)
-            windows[between] = rotated
+            windows[between] = center_crop(_rotate_windows(images, window_px, between), window_px, window_px)
         yield i, angle, group.rotate(windows[between], angle - between)
 
 
 def _rotate_windows(images: Tensor, window_px: int, angle: float) -> Tensor:
-    """Rotate patches (B, 3, S, S) counter-clockwise by `angle` degrees (between -90 and 90).
+    """Rotate patches (B, 3, S, S) counter-clockwise by `angle` degrees (0 to less than 90).
 
     Before the rotation, patches are cropped to the size that the rotation needs, or extended to this size by reflection
     at their edges. The central `window_px` × `window_px` pixels of the rotated patches therefore have no gaps. The

@@ -207,13 +207,7 @@ def expect_eval(network: DenseNetwork) -> None:
 
 
 def predict_frame(
-    geometry: Geometry,
-    predict: Predict,
-    read_pixels: ReadPixels,
-    frame: Frame,
-    angle: float,
-    refinement: int = 1,
-    undo: bool = False,
+    geometry: Geometry, predict: Predict, read_pixels: ReadPixels, frame: Frame, angle: float, refinement: int = 1
 ) -> Tensor:
     """Rotate a frame by an angle, predict the rotated frame, rotate the maps (B, K, h, w) back, and return them.
 
@@ -221,16 +215,14 @@ def predict_frame(
     function that reads rows and columns of the image. `predict` is the function that computes the maps from the pixels
     of a frame; neighboring outputs of these maps are stride / `refinement` pixels apart. Rotations by multiples of 90°
     are exact. Other rotations interpolate, and read a larger area (`area_to_read`), so that the corners of the rotated
-    frame contain pixels of the image. The mean of the maps over several angles is test-time augmentation. With `undo`,
-    the part of the rotation that interpolates is undone before `predict`, and repeated and undone for the maps.
+    frame contain pixels of the image. The mean of the maps over several angles is test-time augmentation.
     """
     between = angle % 90  # only this part of the rotation interpolates; the rest is a multiple of 90°
     if between == 0:
         return group.rotate(predict(group.rotate(read_pixels(*frame), angle)), -angle).clamp(0, 1)
     wide = _widen_for_rotation(geometry, frame)
-    rotated = group.rotate(_read_rotated(geometry, read_pixels, wide, between, undo), angle - between)
-    maps = group.rotate(predict(rotated), between - angle)
-    maps = group.rotate(group.rotate(maps, between) if undo else maps, -between).clamp(0, 1)  # splines may overshoot
+    rotated = group.rotate(_read_rotated(geometry, read_pixels, wide, between), angle - between)
+    maps = group.rotate(group.rotate(predict(rotated), between - angle), -between).clamp(0, 1)  # splines may overshoot
     return center_crop(maps, *((geometry.output_size(span.size) - 1) * refinement + 1 for span in frame))
 
 
@@ -283,20 +275,16 @@ def _corner_reach_px(geometry: Geometry) -> int:
     return (group.covering_size(field_px) - field_px) // 2 + geometry.step_px + SPLINE_REACH
 
 
-def _read_rotated(
-    geometry: Geometry, read_pixels: ReadPixels, frame: Frame, angle: float, undo: bool = False
-) -> Tensor:
+def _read_rotated(geometry: Geometry, read_pixels: ReadPixels, frame: Frame, angle: float) -> Tensor:
     """Rotate an image about the center of a frame, and return the pixels (B, 3, h, w) of the frame, from 0 to 1.
 
     `angle` is in degrees (0 to 90), counter-clockwise. `read_pixels` is the function that reads rows and columns of the
-    image. With `undo`, the rotated image is rotated back.
+    image.
     """
     rows, columns = frame
     reach_px = _corner_reach_px(geometry)
     pixels = read_pixels(rows.widened(reach_px), columns.widened(reach_px))
     rotated = group.rotate(pixels.to(torch.float32) / 255, angle).clamp(0, 1)
-    if undo:
-        rotated = group.rotate(rotated, -angle).clamp(0, 1)
     return center_crop(rotated, rows.size, columns.size)
 
 

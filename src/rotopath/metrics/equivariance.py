@@ -22,6 +22,8 @@ from rotopath import group
 FADE_FROM = 0.7  # inputs fade to zero between this fraction of the radius of their inscribed disc and its edge
 ROBUSTNESS_STEPS = 16  # number of rotations, 22.5° apart, as in the paper of Lafarge et al. (arXiv:2002.08725)
 QUARTERS = 4  # of these rotations are multiples of 90°, on the grid of pixels
+MOVED_PX = 2  # by nearby rotations, at the edges of an image
+NEARBY_DEGREES = (1.0, 5.0)  # lowest and highest difference of these rotations
 NEIGHBORS = 10  # nearest neighbors of an embedding that are compared
 
 
@@ -206,51 +208,67 @@ def quarter_angles() -> list[float]:
     return group.angles(QUARTERS)
 
 
+def find_nearby_step(side_px: float) -> float:
+    """Return the angle, in degrees, by which a rotation moves pixels at the edges of an image by two pixels.
+
+    These pixels are then interpolated in another way, although the image is hardly rotated. The angle is at least 1°
+    and at most 5°.
+
+    >>> from rotopath.metrics.equivariance import find_nearby_step
+    >>> round(find_nearby_step(88), 1), find_nearby_step(10)
+    (2.6, 5.0)
+    """
+    return float(min(max(math.degrees(2 * MOVED_PX / side_px), NEARBY_DEGREES[0]), NEARBY_DEGREES[1]))
+
+
 @dataclass(frozen=True)
 class Resampling:
     """The part of the change of predictions under rotation that is due to interpolating pixels."""
 
-    deviation: float  # standard deviation of the probability over interpolations, without any rotation, averaged
-    changed: float  # fraction of inputs whose decision differs between interpolations, without any rotation
-    fraction: float  # fraction of the variance over the rotations that interpolation can explain, 0 to 1
-    beyond: Robustness  # change over the rotations after this part is subtracted
+    deviation: float  # standard deviation of the probability over interpolations at nearly the same angle, averaged
+    changed: float  # fraction of inputs whose decision differs between two interpolations at nearly the same angle
+    fraction: float  # fraction of the variance over the rotations that interpolation explains, 0 to 1
+    same_pixels: float  # fraction of the variance between rotations of the same pixels, without interpolation
+    beyond: Robustness  # change over the rotations after the part of interpolation is subtracted
 
 
 def measure_resampling(
     probabilities: NDArray[np.floating],
     decisions: NDArray[np.generic],
-    resampled: NDArray[np.floating],
-    resampled_decisions: NDArray[np.generic],
+    nearby: NDArray[np.floating],
+    nearby_decisions: NDArray[np.generic],
 ) -> Resampling:
     """Measure the part of interpolation in the change of predictions over the 16 fair angles, and subtract it.
 
     All arrays are (16, inputs), or have further axes, in the order of `robustness_angles()`. `probabilities` and
-    `decisions` are those of `measure_robustness`. `resampled` and `resampled_decisions` are predictions of images that
-    were rotated by the angle modulo 90° and back, and then by the multiple of 90° that is left.
+    `decisions` are those of `measure_robustness`. `nearby` and `nearby_decisions` are those at slightly larger angles
+    (`find_nearby_step`), at which the images are interpolated in another way, but hardly rotated.
 
     The fair angles are γ + 90°·j, with four γ between 0° and 90°. Images with equal γ have the same interpolated
-    pixels, at other positions. Interpolation can thus only explain differences between the means over j: their variance
-    over γ, or that of the images that were rotated and back, if this is smaller. Those were interpolated twice, so that
-    the subtracted part is rather too large than too small: the change due to rotation is between `beyond` and the
-    change that `measure_robustness` returns.
+    pixels, at other positions. Interpolation can thus only explain differences between the means over j. If it changes
+    these by independent random numbers with the variance v, it adds v·3/4 to the variance of the four means. Half of
+    the squared difference of the means at γ and at the nearby angle estimates v. At most the variance of the means is
+    subtracted, summed over inputs.
 
     A decision changes beyond interpolation if it differs between angles with equal γ, or if it differs between other
-    angles and not between the images that were rotated and back.
+    angles but not between any angle and the nearby one.
     """
     before = measure_robustness(probabilities, decisions)
-    measure_robustness(resampled, resampled_decisions)  # checks the shapes
-    angles, references = (_group_by_quarter(values.astype(np.float64)) for values in (probabilities, resampled))
+    measure_robustness(nearby, nearby_decisions)  # checks the shapes
+    angles, others = (_group_by_quarter(values.astype(np.float64)) for values in (probabilities, nearby))
     total = angles.var(axis=(0, 1)).sum()
-    between, explained = (values.mean(axis=0).var(axis=0).sum() for values in (angles, references))
-    fraction = float(min(between, explained) / total) if total else 0.0
-    chosen, without = _group_by_quarter(decisions), _group_by_quarter(resampled_decisions)
+    between = angles.mean(axis=0).var(axis=0).sum()
+    noise = np.square(angles.mean(axis=0) - others.mean(axis=0)).mean(axis=0) / 2
+    fraction = float(min(between, noise.sum() * (1 - 1 / angles.shape[1])) / total) if total else 0.0
+    chosen = _group_by_quarter(decisions)
     by_rotation = (chosen != chosen[:1]).any(axis=(0, 1))
-    by_interpolation = (without != without[:, :1]).any(axis=(0, 1))
+    by_interpolation = (decisions != nearby_decisions).any(axis=0)
     differs = (decisions != decisions[:1]).any(axis=0)
     return Resampling(
-        deviation=float(np.sqrt(references.var(axis=1).mean(axis=0)).mean()),
+        deviation=float(np.sqrt(np.square(probabilities.astype(np.float64) - nearby).mean(axis=0) / 2).mean()),
         changed=float(by_interpolation.mean()),
         fraction=fraction,
+        same_pixels=float(1 - between / total) if total else 0.0,
         beyond=Robustness(
             before.deviation * math.sqrt(1 - fraction), float((by_rotation | (differs & ~by_interpolation)).mean())
         ),

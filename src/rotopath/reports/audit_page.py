@@ -42,6 +42,7 @@ figure { margin: 0; } figcaption { font-size: .85rem; color: var(--gray); }
   stroke-width: 1; stroke-dasharray: 3 3; }
 .curve { fill: var(--main); fill-opacity: .15; stroke: var(--main); stroke-width: 1.8; stroke-linejoin: round; }
 .dot { fill: var(--warm); } svg text { fill: var(--gray); font-size: 10px; font-family: inherit; }
+@media (max-width: 500px) { th, td { padding: .25rem .3rem; font-size: .8rem; } }
 @media print { .cases figure, .numbers div { border: 1px solid var(--line); }
   .cases { grid-template-columns: 1fr 1fr; } }
 """
@@ -85,7 +86,7 @@ def _render_numbers(figures: Mapping[str, Any]) -> str:
         boxes = [
             (_percent(decisions["grid"]["changed"]), "of decisions change under quarter rotations, which are exact"),
             (_percent(decisions["fair"]["changed"]), "change under rotations by any angle, as measured"),
-            (_percent(decisions["beyond"]["changed"]), "of these, not explained by the interpolation of pixels"),
+            (_percent(decisions["beyond"]["changed"]), "change beyond the effect of interpolating pixels"),
             (f"{decisions['fair']['deviation']:.3f}", "standard deviation of the probability over angles"),
         ]
     elif embedding is not None:
@@ -107,7 +108,7 @@ def _figures_table(figures: Mapping[str, Any]) -> list[list[str]]:
         [
             ["By 90°, 180° and 270° (exact)"],
             ["By 16 other angles, as measured"],
-            ["Interpolation alone, no rotation"],
+            ["Pairs of angles close together (interpolation)"],
             ["By 16 other angles, interpolation subtracted"],
         ],
     )
@@ -130,14 +131,17 @@ def _figures_table(figures: Mapping[str, Any]) -> list[list[str]]:
 def _explain_figures(figures: Mapping[str, Any]) -> str:
     text = (
         "A rotation by a multiple of 90° only moves pixels. Any other rotation computes new pixels between the old "
-        "ones, which blurs the image a little, and blur alone can change a prediction. Its effect is measured with "
-        "images that are rotated and rotated back. "
+        "ones, and this alone can change a prediction. Its effect is measured between pairs of angles that are so close "
+        "that hardly anything but the interpolation differs. "
     )
-    if figures["decisions"] is not None:
+    if (decisions := figures["decisions"]) is not None:
+        part = decisions["resampling"]
+        rest = max(0.0, 1 - part["same_pixels"] - part["fraction"])
         text += (
-            f"Interpolation explains up to {figures['decisions']['resampling']['fraction']:.0%} of the variance over "
-            f"the 16 angles. It is subtracted in full, so that the effect of the rotation itself is between the last "
-            f"row and the second one. "
+            f"Of the variance over the 16 angles, {part['same_pixels']:.0%} is between images with the very same "
+            f"pixels, rotated by 90°, 180° and 270°, and {part['fraction']:.0%} is explained by interpolation, which "
+            f"is subtracted in the last row. The other {rest:.0%} come from the corners of the square window, which "
+            f"show other tissue at other angles, and from a dependence on the angle that repeats every 90°. "
         )
     if (embedding := figures["embedding"]) is not None:
         different, chance = embedding["different_images"], embedding["chance"]
@@ -332,9 +336,10 @@ def draw_polar(
     """Return a polar plot as SVG: values by angle, counter-clockwise from the right, on a radius from `low` to 1.
 
     Values at multiples of 90° are marked by dots. `limit` draws a dashed circle, for a threshold. With `labels`, rings
-    have labels.
+    and directions have labels.
     """
-    center = PLOT / 2
+    center = PLOT / 2 if labels else RADIUS + 4
+    side = 2 * center
 
     def place(angle: float, value: float) -> tuple[float, float]:
         radius = RADIUS * (min(1.0, max(low, value)) - low) / (1 - low) if low < 1 else RADIUS
@@ -344,11 +349,15 @@ def draw_polar(
     rings = "".join(
         f'<circle class="ring" cx="{center:g}" cy="{center:g}" r="{RADIUS * part:g}"/>' for part in (0.25, 0.5, 0.75, 1)
     )
-    marks = "".join(
-        f'<text x="{center + (RADIUS + 15) * x:.1f}" y="{center - (RADIUS + 11) * y + 3.5:.1f}" '
-        f'text-anchor="middle">{angle}°</text>'
-        for angle in (0, 90, 180, 270)
-        for x, y in (group.unit_vector(angle),)
+    marks = (
+        ""
+        if not labels
+        else "".join(
+            f'<text x="{center + (RADIUS + 15) * x:.1f}" y="{center - (RADIUS + 11) * y + 3.5:.1f}" '
+            f'text-anchor="middle">{angle}°</text>'
+            for angle in (0, 90, 180, 270)
+            for x, y in (group.unit_vector(angle),)
+        )
     )
     if labels:
         for part in (0.5, 1):
@@ -363,6 +372,6 @@ def draw_polar(
     if limit is not None and low < limit < 1:
         dashed = f'<circle class="limit" cx="{center:g}" cy="{center:g}" r="{RADIUS * (limit - low) / (1 - low):.1f}"/>'
     return (
-        f'<svg viewBox="0 0 {PLOT} {PLOT}" role="img" aria-label="{escape(title, quote=True)}">'
+        f'<svg viewBox="0 0 {side:g} {side:g}" role="img" aria-label="{escape(title, quote=True)}">'
         f'{rings}{dashed}{marks}<polygon class="curve" points="{points}"/>{dots}</svg>'
     )
