@@ -131,8 +131,8 @@ def _figures_table(figures: Mapping[str, Any]) -> list[list[str]]:
 def _explain_figures(figures: Mapping[str, Any]) -> str:
     text = (
         "A rotation by a multiple of 90° only moves pixels. Any other rotation computes new pixels between the old "
-        "ones, and this alone can change a prediction. Its effect is measured between pairs of angles that are so close "
-        "that hardly anything but the interpolation differs. "
+        "ones, and this alone can change a prediction. Its effect is measured between pairs of angles that are so "
+        "close that hardly anything but the interpolation differs. "
     )
     if (decisions := figures["decisions"]) is not None:
         part = decisions["resampling"]
