@@ -1,6 +1,6 @@
 """Audit a pretrained model, a plain CNN, and files of the plain CNN, and compare with `rotopath evaluate --robustness`.
 
-.venv/bin/python benchmarks/audit.py PCAM [--count 200] [--run FOLDER]
+.venv/bin/python benchmarks/audit.py PCAM [--count 96] [--run FOLDER]
 
 PCAM is the folder of PCam, or of a part of it. The plain CNN is the tumor network with one orientation, with as many
 weights as the pretrained one, trained for a few minutes; FOLDER is such a run, which is trained if it does not exist.
@@ -155,7 +155,7 @@ def check_interpolation() -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("data", type=Path)
-    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--count", type=int, default=96)
     parser.add_argument("--run", type=Path, default=Path("runs/audit-plain"))
     options = parser.parse_args()
     record("audit-interpolation", check_interpolation(), "cpu")

@@ -460,7 +460,9 @@ def test_large_images_are_divided_and_patches_are_not(tmp_path: Path) -> None:
     assert fields.figures["images"]["real_surroundings"] == 1
     patches = rp.audit(plain_network(), tmp_path / "patches")
     assert patches.names == ("0.png", "1.png")
-    assert patches.figures["images"]["real_surroundings"] == 0
+    assert patches.figures["images"]["real_surroundings"] == patches.figures["images"]["smaller_than_window"] == 0
+    small = rp.audit(plain_network(), pixels(WINDOW - 4, WINDOW - 4, 0)[None])
+    assert small.figures["images"]["smaller_than_window"] == 1
     assert "reflection" in _page(tmp_path, plain_network(), tmp_path / "patches")
 
 

@@ -165,7 +165,8 @@ class _Inputs:
 
     names: tuple[str, ...]
     source: str  # what they are, for the page
-    real: float  # fraction of them that are large enough, so that rotated windows contain no reflected pixels
+    sides_px: tuple[int, ...]  # the shorter side of each, at the pixel spacing of the model
+    field_px: int  # the side from which on rotated windows, or maps, contain no reflected pixels
     windows: Tensor | None = None
     fields: list[NDArray[np.uint8]] | None = None
 
@@ -192,16 +193,15 @@ def _read_inputs(
         return _read_array(model, images[:count], field_px, has_fields)
     samples, source, is_labelled = _find_samples(model, images, split, count, spacing_um_px, field_px)
     reader = model.task.reader.without_targets
-    sizes = [min(reader.size_px(sample)) for sample in samples[:count]]
-    real = float(np.mean([size >= field_px for size in sizes]))
+    sides = tuple(min(reader.size_px(sample)) for sample in samples[:count])
     names = tuple(sample.name for sample in samples[:count])
     if has_fields:
         fields = _make_equal([reader.read(sample) for sample in samples[:count]])
-        return _Inputs(names, source, real, fields=fields)
+        return _Inputs(names, source, sides, field_px, fields=fields)
     windows, _ = read_windows(model, samples, device, count, is_labelled)
     if len(windows) != len(names) or (is_labelled and model.task.prediction_type != "window"):
         names = tuple(f"window {i + 1}" for i in range(len(windows)))
-    return _Inputs(names, source, real, windows=windows)
+    return _Inputs(names, source, sides, field_px, windows=windows)
 
 
 def _make_equal(fields: list[NDArray[np.uint8]]) -> list[NDArray[np.uint8]]:
@@ -223,15 +223,15 @@ def _read_array(model: AuditedModel, images: NDArray[np.uint8], field_px: int, h
         )
     names = tuple(f"image {i + 1}" for i in range(len(images)))
     stained = [macenko(image) if model.task.stain == "macenko" else image for image in images]
-    real = float(min(images.shape[1:3]) >= field_px)
+    sides = (min(images.shape[1:3]),)
     if has_fields:
-        return _Inputs(names, "array", real, fields=stained)
+        return _Inputs(names, "array", sides, field_px, fields=stained)
     windows = [
         cut_window(image, (image.shape[0] - field_px) // 2, (image.shape[1] - field_px) // 2, field_px)
         for image in stained
     ]
     pixels = torch.from_numpy(np.stack(windows)).permute(0, 3, 1, 2).float() / 255
-    return _Inputs(names, "array", real, windows=pixels)
+    return _Inputs(names, "array", sides, field_px, windows=pixels)
 
 
 def _find_samples(
@@ -373,7 +373,12 @@ def _summarize(model: AuditedModel, inputs: _Inputs, rotated: RotatedPredictions
             "spacing_um_px": model.task.spacing_um_px if model.has_spacing else None,
             "operating_point": dict(model.point),
         },
-        "images": {"source": inputs.source, "count": len(inputs.names), "real_surroundings": inputs.real},
+        "images": {
+            "source": inputs.source,
+            "count": len(inputs.names),
+            "real_surroundings": float(np.mean(np.array(inputs.sides_px) >= inputs.field_px)),
+            "smaller_than_window": float(np.mean(np.array(inputs.sides_px) < window_px)),
+        },
         "decisions": None,
         "embedding": _compare_embeddings(found, len(inputs.names)),
         "conversion": _try_conversion(model),

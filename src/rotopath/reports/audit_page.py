@@ -179,6 +179,11 @@ def _explain_method(figures: Mapping[str, Any]) -> str:
         else f"{real:.0%} of the images are larger than the window of the model; in the others, the corners of rotated "
         f"windows are filled by reflection at the edges of the image, which rotates with it."
     )
+    if images["smaller_than_window"]:
+        surroundings += (
+            f" {images['smaller_than_window']:.0%} of the images are even smaller than the window, and are mostly "
+            f"reflections: larger images, or another size of the window, would be closer to the use of the model."
+        )
     inputs = "" if decisions is None else f" Predictions compared at each angle: {decisions['count']:,}."
     return (
         f"Each image is rotated by 0°, 22.5°, 45°, … and by 11.25°, 33.75°, …, by interpolation with cubic splines, "
