@@ -15,6 +15,7 @@ interpolation, and the table lists which fraction the audit finds.
 import argparse
 import tempfile
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx
@@ -37,8 +38,9 @@ IMAGES = 32
 
 def make_plain(run: rp.runs.Run) -> nn.Sequential:
     """Return the network of a run with N=1 as a module of torch's own layers."""
-    frozen = rp.freeze(run.network)  # type: ignore[arg-type]
-    layers = [layer for layer in frozen.layers if type(layer).__module__.startswith("torch.nn")]
+    frozen = rp.freeze(cast(nn.Module, run.network))
+    inner = cast(nn.Sequential, frozen.layers)
+    layers = [layer for layer in inner if type(layer).__module__.startswith("torch.nn")]
     plain = nn.Sequential(*layers).eval()
     images = torch.rand(2, 3, 88, 88)
     with torch.no_grad():
@@ -110,7 +112,7 @@ def audit_files(data: Path, folder: Path, count: int) -> list[dict[str, object]]
             ("plain CNN, ONNX by onnx.helper", "plain", root / "helper.onnx", of_files),
             ("average of the plain CNN over 4", "plain", rp.symmetrize(plain, 4, "probabilities"), of_files),
         ):
-            figures = rp.audit(model, data, count=count, **options).figures["decisions"]  # type: ignore[arg-type]
+            figures = rp.audit(model, data, count=count, **options).figures["decisions"]
             same: dict[str, float] = expected[key] if "average" not in title else {}  # type: ignore[assignment]
             row: dict[str, object] = {"model": title}
             row["evaluate: changed"] = f"{same['changed']:.4f}" if same else ""

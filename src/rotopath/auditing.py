@@ -118,7 +118,7 @@ def audit(
     DataError if the model or the images cannot be used.
 
     >>> import numpy as np
-    >>> tissue = np.random.default_rng(0).integers(0, 255, (4, 64, 64, 3), np.uint8)
+    >>> tissue = np.random.default_rng(0).integers(0, 99, (4, 64, 64, 3), np.uint8)
     >>> darkness = lambda images: 1 - images.mean(dim=(1, 2, 3))[:, None]
     >>> round(rp.audit(darkness, tissue, window_px=32, activation="none").changed, 2)
     0.0

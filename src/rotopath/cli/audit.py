@@ -13,8 +13,8 @@ from rotopath.reports import terminal
 ROWS = (
     ("quarter rotations, exact", "grid"),
     ("16 other angles", "fair"),
-    ("interpolation alone", "resampling"),
-    ("16 angles without interpolation", "beyond"),
+    ("16 pairs of close angles", "resampling"),
+    ("16 other angles, beyond interpolation", "beyond"),
 )
 EXIT_ABOVE = 1  # exit code if more decisions change than --fail-above allows
 

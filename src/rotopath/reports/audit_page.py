@@ -108,7 +108,7 @@ def _figures_table(figures: Mapping[str, Any]) -> list[list[str]]:
         [
             ["By 90°, 180° and 270° (exact)"],
             ["By 16 other angles, as measured"],
-            ["Pairs of angles close together (interpolation)"],
+            ["16 pairs of close angles (mostly interpolation)"],
             ["By 16 other angles, interpolation subtracted"],
         ],
     )
@@ -140,7 +140,7 @@ def _explain_figures(figures: Mapping[str, Any]) -> str:
         text += (
             f"Of the variance over the 16 angles, {part['same_pixels']:.0%} is between images with the very same "
             f"pixels, rotated by 90°, 180° and 270°, and {part['fraction']:.0%} is explained by interpolation, which "
-            f"is subtracted in the last row. The other {rest:.0%} come from the corners of the square window, which "
+            f"is subtracted in the last row. The other {rest:.0%} comes from the corners of the square window, which "
             f"show other tissue at other angles, and from a dependence on the angle that repeats every 90°. "
         )
     if (embedding := figures["embedding"]) is not None:
@@ -261,6 +261,7 @@ def _find_curves(figures: Mapping[str, Any], rotated: RotatedPredictions) -> tup
     return values.astype(np.float64), (
         f"Radius: {probability}, from 0 at the center to 1 at the edge. Angle: the rotation of the image. If the "
         f"prediction does not depend on the rotation, the curve is a circle. Orange: 0°, 90°, 180° and 270°."
+        f"{' Dashed: the threshold of the decision.' if len(names) == 1 else ''}"
     )
 
 
