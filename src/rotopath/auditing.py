@@ -134,11 +134,12 @@ def audit(
     inputs = _read_inputs(audited, images, split, count, spacing_um_px, target)
     on_progress(f"predicting {len(inputs.names)} rotated images")
     if inputs.fields is not None:
-        rotated = predict_rotated_fields(audited, inputs.fields, target, audited=True)
+        rotated = predict_rotated_fields(audited, inputs.fields, inputs.names, target, audited=True)
     else:
         assert inputs.windows is not None
+        windows, labels = inputs.windows.to(target), torch.zeros(len(inputs.windows))
         rotated = predict_rotated_windows(
-            audited, inputs.windows.to(target), torch.zeros(len(inputs.windows)), target, True, audited.is_embedding
+            audited, windows, labels, inputs.names, target, audited=True, embeds=audited.is_embedding
         )
     figures = _summarize(audited, inputs, rotated) | {
         "written": now(),
@@ -198,7 +199,7 @@ def _read_inputs(
     if has_fields:
         fields = _make_equal([reader.read(sample) for sample in samples[:count]])
         return _Inputs(names, source, sides, field_px, fields=fields)
-    windows, _ = read_windows(model, samples, device, count, is_labelled)
+    windows, _, _ = read_windows(model, samples, device, count, is_labelled)
     if len(windows) != len(names) or (is_labelled and model.task.prediction_type != "window"):
         names = tuple(f"window {i + 1}" for i in range(len(windows)))
     return _Inputs(names, source, sides, field_px, windows=windows)
@@ -385,7 +386,7 @@ def _summarize(model: AuditedModel, inputs: _Inputs, rotated: RotatedPredictions
     }
     if not model.is_embedding:
         figures["decisions"] = {
-            **summarize_rotation(rotated),
+            **{key: value for key, value in summarize_rotation(rotated).items() if key != "cases"},
             "grid": asdict(grid),
             "resampling": {key: value for key, value in asdict(resampling).items() if key != "beyond"},
             "beyond": asdict(resampling.beyond),

@@ -183,6 +183,12 @@ def read_scores(path: Path, split: str) -> dict[str, Any]:
             value = measured.get(name) if isinstance(measured, dict) else None
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise _damaged_scores(path, f"{name!r} of 'rotation' must be a number from 0 to 1; got {value!r:.40}")
+        try:
+            terms = np.array(list(scores["rotation"].get("cases", {}).values()), np.float64).reshape(-1, 2)
+        except (TypeError, ValueError, AttributeError, OverflowError):
+            terms = np.full((1, 2), np.nan)
+        if not (np.isfinite(terms).all() and (terms[:, 0] >= 0).all() and (terms[:, 1] > 0).all()):
+            raise _damaged_scores(path, "'cases' of 'rotation' must have two numbers for each case")
     return scores
 
 
@@ -381,6 +387,7 @@ class RotatedPredictions:
     images: NDArray[np.uint8]  # (k, height, width, 3), not rotated; only the first windows, but all fields
     fair_decisions: NDArray[np.generic]  # decisions at the fair angles, such as predicted classes
     plain_decisions: NDArray[np.generic]  # decisions at the plain angles
+    cases: Sequence[str]  # the case of each window or field, such as a patient; the name of the image if it is unknown
     # Maps (angles, fields, height, width) by name, at the fair angles; empty for windows
     maps: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     audited: AuditedPredictions | None = None  # only for an audit
@@ -396,7 +403,7 @@ def predict_rotated_inputs(
     """
     if run.task.robustness_inputs == "fields":
         images = [run.task.reader.without_targets.read(sample) for sample in samples]
-        return predict_rotated_fields(run, images, device)
+        return predict_rotated_fields(run, images, [_case_of(sample) for sample in samples], device)
     return predict_rotated_windows(run, *read_windows(run, samples, device, max_windows), device)
 
 
@@ -405,14 +412,23 @@ def summarize_rotation(rotated: RotatedPredictions) -> dict[str, object]:
 
     The entry contains the type of the inputs ("windows" or "pixels of fields"), their number, and the robustness at
     fair and at plain angles. The robustness consists of the standard deviation of the probability over angles, averaged
-    over inputs, and the fraction of inputs with different decisions at different angles.
+    over inputs, and the fraction of inputs with different decisions at different angles. The entry "cases" has two
+    numbers for each case: the sum of the standard deviations of its inputs at fair angles, and the number of inputs.
     """
     is_windows = not rotated.maps and rotated.fair.ndim == 2
+    deviations = rotated.fair.std(axis=0, dtype=np.float64)  # (inputs,), or (fields, height, width)
+    deviations = deviations.reshape(len(deviations), -1)
+    cases: dict[str, list[float]] = {}
+    for case, values in zip(rotated.cases, deviations, strict=True):
+        terms = cases.setdefault(case, [0.0, 0])
+        terms[0] += float(values.sum())
+        terms[1] += values.size
     return {
         "inputs": "windows" if is_windows else "pixels of fields",
         "count": int(np.prod(rotated.fair.shape[1:])),
         "fair": asdict(measure_robustness(rotated.fair, rotated.fair_decisions)),
         "plain": asdict(measure_robustness(rotated.plain, rotated.plain_decisions)),
+        "cases": cases,
     }
 
 
@@ -436,11 +452,14 @@ def predict_rotated_windows(
     run: Predictor,
     images: Tensor,
     labels: Tensor,
+    cases: Sequence[str],
     device: torch.device,
     audited: bool = False,
     embeds: bool = False,
 ) -> RotatedPredictions:
-    """Predict windows (B, 3, s, s), rotated by all fair and plain angles. `labels` (B,) are kept in the result.
+    """Predict windows (B, 3, s, s), rotated by all fair and plain angles.
+
+    `labels` (B,) and `cases` are kept in the result.
 
     The side s may be larger than the window of the network; rotated windows then contain more pixels of the image at
     their corners. With `audited`, predict what an audit needs, too. With `embeds`, the outputs of the network are
@@ -501,6 +520,7 @@ def predict_rotated_windows(
         images=shown.permute(0, 2, 3, 1).cpu().numpy(),
         fair_decisions=decisions[: len(fair)],
         plain_decisions=decisions[len(fair) :],
+        cases=cases,
         audited=found,
     )
 
@@ -520,8 +540,8 @@ def read_windows(
     device: torch.device,
     max_windows: int = ROTATED_WINDOWS,
     labelled: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Return up to `max_windows` windows (B, 3, s, s) and their labels (B,).
+) -> tuple[Tensor, Tensor, list[str]]:
+    """Return up to `max_windows` windows (B, 3, s, s), their labels (B,), and the case of each window.
 
     If the task has one prediction per window, the windows are at the centers of the first samples. Otherwise, they are
     random windows of all samples. With `labelled` False, the samples need no annotations: the windows are at their
@@ -538,7 +558,13 @@ def read_windows(
         batches = make_sampled_batches(run.task, samples, window, ROTATED_BATCH, ROTATED_SEED, device=device)
         steps = range(-(-max_windows // ROTATED_BATCH))
     images, labels = (torch.cat(parts) for parts in zip(*batches.load(steps, device), strict=True))
-    return images[:max_windows], labels[:max_windows]
+    cases = [_case_of(samples[i]) for step in steps for i in batches.sampler.draw(step).images]
+    return images[:max_windows], labels[:max_windows], cases[:max_windows]
+
+
+def _case_of(sample: Sample) -> str:
+    """Return the case of an image, such as a patient, or the name of the image if the case is unknown."""
+    return sample.case or sample.name
 
 
 def find_field_px(network: DenseNetwork | WindowNetwork) -> int:
@@ -548,11 +574,15 @@ def find_field_px(network: DenseNetwork | WindowNetwork) -> int:
 
 
 def predict_rotated_fields(
-    run: Predictor, images: Sequence[NDArray[np.uint8]], device: torch.device, audited: bool = False
+    run: Predictor,
+    images: Sequence[NDArray[np.uint8]],
+    cases: Sequence[str],
+    device: torch.device,
+    audited: bool = False,
 ) -> RotatedPredictions:
     """Predict the central squares of fields (H, W, 3), rotated by all fair and plain angles.
 
-    The fields have the pixel spacing and the stains that the task needs. `audited` is that of
+    The fields have the pixel spacing and the stains that the task needs. `cases` and `audited` are those of
     `predict_rotated_windows`.
     """
     fair, plain = robustness_angles(), robustness_angles(fair=False)
@@ -580,6 +610,7 @@ def predict_rotated_fields(
         images=np.stack(centers),
         fair_decisions=decisions[: len(fair)],
         plain_decisions=decisions[len(fair) :],
+        cases=cases,
         maps={name: values[: len(fair)] for name, values in maps.items()},
         audited=found,
     )
