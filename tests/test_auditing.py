@@ -139,6 +139,17 @@ def test_interpolation_explains_what_it_changes() -> None:
     assert decisions["beyond"]["deviation"] < decisions["fair"]["deviation"] * 0.55
 
 
+def test_decisions_that_only_interpolation_changes_do_not_count() -> None:
+    smooth = rp.metrics.smooth_images(16, FIELD, blur_px=0.5) * 40 + 128
+    images = smooth.clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
+    audited = rp.audit(measure_contrast, images, window_px=WINDOW, activation="none")
+    middle = float(np.median(audited.rotated.fair[:, 0]))
+    found = rp.audit(measure_contrast, images[:1], window_px=WINDOW, activation="none", threshold=middle)
+    assert found.figures["decisions"]["fair"]["changed"] == 1
+    assert found.changed == 0
+    assert found.figures["sentence"].startswith("Interpolation explains all decisions that change")
+
+
 def test_averages_of_the_audit_are_those_of_symmetrized_models() -> None:
     """Over four rotations: the same pixels, and so exactly the figures of an audit of the average."""
     network, images = plain_network(), noise()

@@ -472,6 +472,11 @@ def _describe(model: AuditedModel, figures: Mapping[str, Any]) -> str:
         )
     what = "images" if figures["decisions"]["inputs"] == "windows" else "pixels"
     count = figures["decisions"]["count"]
+    if changed == 0 and figures["decisions"]["fair"]["changed"] > 0:
+        return (
+            f"Interpolation explains all decisions that change if an image is rotated, for {count:,} {what}: "
+            f"{_of_hundred(figures['decisions']['fair']['changed'])}."
+        )
     if changed == 0:
         return f"Rotating an image changes none of the model's decisions, for {count:,} {what}."
     return (

@@ -14,7 +14,7 @@ ROWS = (
     ("quarter rotations, exact", "grid"),
     ("16 other angles", "fair"),
     ("16 pairs of close angles", "resampling"),
-    ("16 other angles, beyond interpolation", "beyond"),
+    ("beyond interpolation", "beyond"),
 )
 EXIT_ABOVE = 1  # exit code if more decisions change than --fail-above allows
 
