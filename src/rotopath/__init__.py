@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rotopath import (
+        auditing,
         data,
         evaluation,
         exporting,
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
         tasks,
         training,
     )
+    from rotopath.auditing import audit
     from rotopath.evaluation import evaluate
     from rotopath.exporting import export
     from rotopath.metrics import equivariance_error
     from rotopath.models.convert import equivariant
     from rotopath.models.freeze import freeze
+    from rotopath.models.symmetrize import symmetrize
     from rotopath.recipe import Recipe
     from rotopath.reports.study_report import report
     from rotopath.runs import load, predict
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "Recipe",
+    "audit",
+    "auditing",
     "data",
     "equivariance_error",
     "equivariant",
@@ -65,6 +70,7 @@ __all__ = [
     "runs",
     "studies",
     "study",
+    "symmetrize",
     "tasks",
     "train",
     "training",
@@ -72,6 +78,7 @@ __all__ = [
 
 _HOMES = {  # for each public function and class: the module that defines it
     "Recipe": "rotopath.recipe",
+    "audit": "rotopath.auditing",
     "equivariance_error": "rotopath.metrics",
     "equivariant": "rotopath.models.convert",
     "evaluate": "rotopath.evaluation",
@@ -81,6 +88,7 @@ _HOMES = {  # for each public function and class: the module that defines it
     "predict": "rotopath.runs",
     "report": "rotopath.reports.study_report",
     "study": "rotopath.studies.jobs",
+    "symmetrize": "rotopath.models.symmetrize",
     "train": "rotopath.training",
 }
 

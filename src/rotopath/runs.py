@@ -180,7 +180,7 @@ class Run:
         point = self.task.adjust_operating_point(self.point, threshold, min_area_um2)
         if backend not in get_args(Backend):
             raise RunError(f"There is no backend {backend!r}; choose {' or '.join(get_args(Backend))}.")
-        target = _find_device("cpu" if device is None and backend == "onnxruntime" else device)
+        target = find_device("cpu" if device is None and backend == "onnxruntime" else device)
         if backend == "onnxruntime" and target.type != "cpu":
             raise RunError(
                 f"The backend onnxruntime is for the CPU, but the device is {target.type}; choose the device cpu."
@@ -620,7 +620,7 @@ def _wrap_module(module: nn.Module, network: NetworkInfo, folder: Path) -> Dense
     return SlidingModule(module, network.geometry) if network.slides else DenseModule(module, network.geometry)
 
 
-def _find_device(device: torch.device | str | None) -> torch.device:
+def find_device(device: torch.device | str | None) -> torch.device:
     """Return `device` as a torch device. None means the first GPU or, if there is no GPU, the CPU.
 
     Raises RunError if the device does not exist or is not available.

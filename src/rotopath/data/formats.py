@@ -174,18 +174,7 @@ def _open(path: Path, spacing_um_px: float | None) -> Dataset:
                 f"import` writes a manifest from files of other software."
             )
         return open_manifest(path, spacing_um_px)
-    if (known := _find_format(path)) is not None:
-        return known.open(path, spacing_um_px)
-    # Unpacking an archive often adds one level of folders.
-    subfolders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-    matches = [(folder, known) for folder in subfolders if (known := _find_format(folder)) is not None]
-    if len(matches) > 1:
-        folders = ", ".join(str(folder) for folder, _ in matches)
-        raise DataError(f"{path} contains more than one dataset ({folders}); choose one of these folders.")
-    fallbacks = ((folder, known) for folder in (path, *subfolders) for known in FORMATS if known.fallback)
-    match = (
-        matches[0] if matches else next(((folder, known) for folder, known in fallbacks if known.detect(folder)), None)
-    )
+    match = _match_format(path)
     if match is None:
         fault = "is empty" if not any(path.iterdir()) else "is not a dataset of a known format"
         raise DataError(
@@ -194,6 +183,30 @@ def _open(path: Path, spacing_um_px: float | None) -> Dataset:
         )
     folder, known = match
     return known.open(folder, spacing_um_px)
+
+
+def is_dataset(path: Path) -> bool:
+    """Return whether a path is a CSV file or a folder in a known format, so that `open_data` reads it."""
+    return path.suffix.lower() == ".csv" if not path.is_dir() else _match_format(path) is not None
+
+
+def _match_format(path: Path) -> tuple[Path, Format] | None:
+    """Return the first format that fits a folder or one of its subfolders, and the folder that it fits, or None.
+
+    Raises DataError if formats without `fallback` fit several subfolders.
+    """
+    if (known := _find_format(path)) is not None:
+        return path, known
+    # Unpacking an archive often adds one level of folders.
+    subfolders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    matches = [(folder, known) for folder in subfolders if (known := _find_format(folder)) is not None]
+    if len(matches) > 1:
+        folders = ", ".join(str(folder) for folder, _ in matches)
+        raise DataError(f"{path} contains more than one dataset ({folders}); choose one of these folders.")
+    fallbacks = ((folder, known) for folder in (path, *subfolders) for known in FORMATS if known.fallback)
+    return (
+        matches[0] if matches else next(((folder, known) for folder, known in fallbacks if known.detect(folder)), None)
+    )
 
 
 def _find_format(folder: Path) -> Format | None:

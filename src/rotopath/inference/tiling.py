@@ -45,13 +45,13 @@ from torch import Tensor
 from rotopath import group
 from rotopath.data.dataset import DataError
 from rotopath.environment import count_cores, limit_processes
+from rotopath.group.rotation import SPLINE_REACH
 from rotopath.models import DenseNetwork, Geometry
 from rotopath.nn import center_crop
 from rotopath.writing import temporary_folder
 
 LARGE_BYTES = 2**16  # arrays of at least this size are handed to other processes in files
 TILE_PX = 1024  # default for the largest side that a network reads at once; with 8 orientations this needs about 1.5 GB
-SPLINE_REACH = 4  # pixels farther away contribute only about 1 % to a value that splines interpolate
 READERS = min(16, max(2, count_cores()))  # threads that read the next tiles; each needs a few megabytes for a tile
 
 
