@@ -140,9 +140,13 @@ def test_strips_that_do_not_fit_leave_the_old_file(tmp_path: Path, strips: list[
     assert (tmp_path / "a.ome.tif").read_text() == "the old file"
 
 
-def test_painting_keeps_the_map_where_values_are_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("square_px", [16, 128])
+def test_painting_keeps_the_map_where_values_are_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, square_px: int
+) -> None:
+    monkeypatch.setattr(pyramid_module, "SQUARE_PX", square_px)
     rng = np.random.default_rng(0)
-    painted, expected = MapFile(tmp_path / "map", (40, 50), np.uint32), np.zeros((40, 50), np.uint32)
+    painted, expected = MapFile(tmp_path / "map", (40, 65), np.uint32), np.zeros((40, 65), np.uint32)
     for _ in range(30):
         top, left = int(rng.integers(30)), int(rng.integers(30))
         values = rng.integers(1, 9, (10, 20)) * (rng.random((10, 20)) < rng.choice([0, 0.05, 0.5]))
@@ -150,18 +154,26 @@ def test_painting_keeps_the_map_where_values_are_0(tmp_path: Path) -> None:
         box = expected[top : top + 10, left : left + 20]
         box[values != 0] = values[values != 0]
         np.testing.assert_array_equal(painted.read(), expected)
+        np.testing.assert_array_equal(painted.read_part((top, 39), (left, left + 3)), expected[top:39, left : left + 3])
+        left += 15  # `write` also writes zeros
+        painted.write(top, left, values)
+        expected[top : top + 10, left : left + 20] = values
+    np.testing.assert_array_equal(painted.read(), expected)
+    for top, left in ((-1, 0), (0, -1), (31, 0), (0, 46)):
+        with pytest.raises(ValueError, match="not in a map"):
+            painted.write(top, left, np.ones((10, 20)))
     painted.close()
 
 
 class _AlmostFullDisk(io.FileIO):
-    """A file that takes a few bytes at a time, as a disk that is almost full, and then none."""
+    """A file that takes a part of the bytes at a time, as a disk that is almost full, and then none."""
 
-    room = 300
+    room = 4 * pyramid_module.SQUARE_PX**2 + 300
 
     def write(self, content: Any) -> int:
         if not self.room:
             raise OSError(errno.ENOSPC, "No space left on device")
-        count = super().write(content[: min(self.room, 32)])
+        count = super().write(content[: min(self.room, 5000)])
         self.room -= count
         return count
 

@@ -142,8 +142,7 @@ def _draw_object(pen: ImageDraw.ImageDraw, item: SlideObject, color: Color, scal
     elif item.kind == "annotation" or spacing_um_px <= MAX_OUTLINE_UM_PX:
         for polygon in item.shape:
             for ring in polygon.rings:
-                vertices = [(float(x), float(y)) for y, x in ring * scale]
-                line = [*vertices, vertices[0]]
+                line = (np.concatenate([ring, ring[:1]])[:, ::-1] * scale).ravel().tolist()  # x, y, x, y, ...
                 if item.kind == "annotation":
                     pen.line(line, fill=PAPER, width=4, joint="curve")
                 pen.line(line, fill=color, width=2 if item.kind == "annotation" else 1)

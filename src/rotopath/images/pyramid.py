@@ -23,7 +23,7 @@ from itertools import chain, product, zip_longest
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
@@ -37,6 +37,7 @@ from rotopath.writing import atomic_file, parse_json
 TILE_PX = 512  # side of the square tiles
 UM_PER_CM = 1e4
 MAX_CLASSIC_BYTES = 2**31  # for a larger level 0, a BigTIFF is written: offsets in a classic TIFF have only 32 bits
+SQUARE_PX = 128  # side of the squares of a `MapFile`: 64 kB
 BLOCK_PX, CACHED_BLOCKS = 512, 24  # stored maps are compressed in blocks; 24 blocks of three channels need 75 MB
 COMPRESSORS = min(16, max(4, count_cores()))  # number of threads that compress blocks and tiles
 ABOUT, MASK = "about.json", "mask.npy"  # names of the other parts of a stored map
@@ -44,11 +45,21 @@ MAX_ABOUT_BYTES, MAX_MASK_BYTES = 2**20, 2**28  # a mask has a pixel for each 8 
 Pixels = NDArray[Any]
 
 
+class _Band(NamedTuple):
+    """The part of a rectangle of a `MapFile` that is in one row of squares."""
+
+    position: int  # position in the file of the first of these squares
+    squares: int  # number of squares, which are contiguous in the file
+    inside: tuple[slice, slice]  # rows and columns of the part, in the pixels of these squares
+    rows: slice  # rows of the part, in the rectangle
+
+
 class MapFile:
     """A map (rows, columns) of numbers in a file, written in rectangles. Pixels that are never written are 0.
 
     Several threads may use it at once. The file is not mapped into memory: on a full disk, writing to memory would end
-    the process with the signal SIGBUS, in place of an OSError.
+    the process with the signal SIGBUS, in place of an OSError. It consists of squares with a side of `SQUARE_PX`, row by
+    row. Thus, few calls of the system read or write a rectangle: one for each row of squares.
 
     `dtype` is float32, or uint32 for label maps. On most file systems, parts that are never written need no space.
     """
@@ -56,17 +67,19 @@ class MapFile:
     def __init__(self, path: Path, size: tuple[int, ...], dtype: type[np.float32 | np.uint32] = np.float32) -> None:
         self.size = (size[0], size[1])
         self._dtype = np.dtype(dtype)
+        down, self._across = (-(-side // SQUARE_PX) for side in self.size)  # numbers of squares
+        self._square_bytes = self._dtype.itemsize * SQUARE_PX**2
         self._file = path.open("wb+", buffering=0)
-        self._file.truncate(self._dtype.itemsize * math.prod(size))
+        self._file.truncate(self._square_bytes * down * self._across)
         self._lock = Lock()  # of the position in the file
 
     def write(self, top: int, left: int, values: NDArray[Any]) -> None:
         """Write values (h, w), with the first value at row `top` and column `left`."""
         with self._lock:
-            for content in self._seek_runs(top, left, np.ascontiguousarray(values, self._dtype)):
-                written = 0
-                while written < len(content):
-                    written += self._file.write(content[written:])
+            for band in self._find_bands(top, left, values.shape):
+                pixels = self._load(band)
+                pixels[band.inside] = values[band.rows]
+                self._save(band, pixels)
 
     def paint(self, top: int, left: int, values: NDArray[Any]) -> None:
         """Write the values (h, w) that are not 0; where they are 0, the map keeps its values."""
@@ -74,22 +87,18 @@ class MapFile:
         if not len(rows):
             return
         used = values[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-        top, left = top + int(rows[0]), left + int(columns[0])
-        old = self.read_part((top, top + len(used)), (left, left + used.shape[1]))
-        self.write(top, left, np.where(used != 0, used, old))
+        with self._lock:
+            for band in self._find_bands(top + int(rows[0]), left + int(columns[0]), used.shape):
+                pixels, new = self._load(band), used[band.rows]
+                pixels[band.inside] = np.where(new != 0, new, pixels[band.inside])
+                self._save(band, pixels)
 
     def read_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> NDArray[Any]:
         """Return the values in a range of rows and of columns, each as (start, stop)."""
         part = np.empty((rows[1] - rows[0], columns[1] - columns[0]), self._dtype)
         with self._lock:
-            for content in self._seek_runs(rows[0], columns[0], part):
-                read = 0
-                while read < len(content):
-                    if not (count := self._file.readinto(content[read:])):
-                        raise EOFError(
-                            f"The rows {rows} and columns {columns} are not inside a map of {self.size} pixels."
-                        )
-                    read += count
+            for band in self._find_bands(rows[0], columns[0], part.shape):
+                part[band.rows] = self._load(band)[band.inside]
         return part
 
     def read(self, top: int = 0, bottom: int | None = None) -> NDArray[Any]:
@@ -108,17 +117,37 @@ class MapFile:
     def close(self) -> None:
         self._file.close()
 
-    def _seek_runs(self, top: int, left: int, part: NDArray[Any]) -> Iterator[memoryview]:
-        """Yield the bytes of a rectangle whose values are contiguous in the file, at their position in the file.
+    def _find_bands(self, top: int, left: int, shape: tuple[int, ...]) -> Iterator[_Band]:
+        """Yield the parts of a rectangle, whose shape is (h, w). Raises ValueError if it is not inside of the map."""
+        bottom, right = top + shape[0], left + shape[1]
+        if top < 0 or left < 0 or bottom > self.size[0] or right > self.size[1]:
+            raise ValueError(f"The rectangle ({top}, {left}, {bottom}, {right}) is not in a map of {self.size} pixels.")
+        first, stop = left // SQUARE_PX, -(-right // SQUARE_PX)
+        columns = slice(left - first * SQUARE_PX, right - first * SQUARE_PX)
+        for row in range(top // SQUARE_PX, -(-bottom // SQUARE_PX)):
+            start, end = max(top, row * SQUARE_PX), min(bottom, (row + 1) * SQUARE_PX)
+            inside = slice(start - row * SQUARE_PX, end - row * SQUARE_PX), columns
+            position = (row * self._across + first) * self._square_bytes
+            yield _Band(position, stop - first, inside, slice(start - top, end - top))
 
-        These are all bytes if the rectangle has all columns of the map, and otherwise those of each row.
-        """
-        if not part.size:
-            return
-        runs = part.reshape(1, -1) if part.shape[1] == self.size[1] else part
-        for i, run in enumerate(runs):
-            self._file.seek(self._dtype.itemsize * ((top + i) * self.size[1] + left))
-            yield run.data.cast("B")
+    def _load(self, band: _Band) -> NDArray[Any]:
+        """Return the pixels of the squares of a band, from left to right."""
+        squares = np.empty((band.squares, SQUARE_PX, SQUARE_PX), self._dtype)
+        content = memoryview(squares).cast("B")
+        self._file.seek(band.position)
+        while content:
+            if not (count := self._file.readinto(content)):
+                raise EOFError("The file of a map is shorter than the map.")
+            content = content[count:]
+        return np.concatenate(squares, axis=1) if band.squares else squares.reshape(SQUARE_PX, 0)
+
+    def _save(self, band: _Band, pixels: NDArray[Any]) -> None:
+        """Write the pixels of the squares of a band, as `_load` returns them."""
+        squares = np.ascontiguousarray(pixels.reshape(SQUARE_PX, band.squares, SQUARE_PX).transpose(1, 0, 2))
+        content = memoryview(squares).cast("B") if squares.size else memoryview(b"")
+        self._file.seek(band.position)
+        while content:
+            content = content[self._file.write(content) :]
 
 
 class MapWriter:

@@ -859,7 +859,7 @@ class SlideView:
     def __init__(
         self, slide: Slide, spacing_um_px: float, stain: Stain, tissue: Tissue, stopwatch: Stopwatch | None = None
     ) -> None:
-        self.slide = slide
+        self.slide, self.origin_px = slide, slide.origin_px
         self.stopwatch = stopwatch or Stopwatch()
         self.spacing_um_px = spacing_um_px
         self.size_px = slide.size_at(self.spacing_um_px)

@@ -715,7 +715,7 @@ class InstanceSearch:
             measurements = {name: float(column[number - 1]) for name, column in measured.items()}
             object_class = task.classes[classes[number]]
             item = SlideObject(polygons, "detection", object_class.name, object_class.color, measurements)
-            item.render()  # here, so that workers do it
+            item.render(grid.origin_px)  # here, so that workers do it
             objects.append(item)
         areas_px = np.bincount(labels.ravel(), minlength=len(objects) + 1)[1:].astype(np.int64)
         return FoundObjects(top, left, labels.astype(np.min_scalar_type(len(objects))), objects, areas_px)
@@ -763,7 +763,7 @@ class InstanceFinder:
     def _paint(self, found: FoundObjects) -> Iterator[SlideObject]:
         """Paint the wanted objects into the label map, and yield them."""
         is_wanted = np.array([self.is_wanted(item) for item in found.objects], bool)
-        wanted = found.select(is_wanted)
+        wanted = found if is_wanted.all() else found.select(is_wanted)
         numbers = np.append(0, self._count + 1 + np.arange(len(wanted.objects))).astype(np.uint32)
         self._count += len(wanted.objects)
         self.labels.paint(found.top, found.left, numbers[wanted.labels])
