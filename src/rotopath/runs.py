@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import rotopath
 from rotopath import pretrained
 from rotopath.data.dataset import SAME_SPACING
+from rotopath.environment import start_fork_server
 from rotopath.images import Slide
 from rotopath.images.geojson import SlideObject
 from rotopath.images.slides import as_slide
@@ -275,6 +276,8 @@ def predict(
     `if __name__ == "__main__":`. The other arguments are those of `Run.predict`. To predict a single
     image and receive the result in memory, use `Run.predict` instead.
     """
+    if workers:
+        start_fork_server()
     run = model if isinstance(model, Run) else load(model)
     given = [images] if isinstance(images, Path | str) else images
     slides = list_slides([Path(path) for path in given])

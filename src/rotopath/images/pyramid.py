@@ -58,8 +58,8 @@ class MapFile:
     """A map (rows, columns) of numbers in a file, written in rectangles. Pixels that are never written are 0.
 
     Several threads may use it at once. The file is not mapped into memory: on a full disk, writing to memory would end
-    the process with the signal SIGBUS, in place of an OSError. It consists of squares with a side of `SQUARE_PX`, row by
-    row. Thus, few calls of the system read or write a rectangle: one for each row of squares.
+    the process with the signal SIGBUS, in place of an OSError. It consists of squares with a side of `SQUARE_PX`, row
+    by row. Thus, few calls of the system read or write a rectangle: one for each row of squares.
 
     `dtype` is float32, or uint32 for label maps. On most file systems, parts that are never written need no space.
     """
@@ -122,6 +122,8 @@ class MapFile:
         bottom, right = top + shape[0], left + shape[1]
         if top < 0 or left < 0 or bottom > self.size[0] or right > self.size[1]:
             raise ValueError(f"The rectangle ({top}, {left}, {bottom}, {right}) is not in a map of {self.size} pixels.")
+        if left == right:
+            return
         first, stop = left // SQUARE_PX, -(-right // SQUARE_PX)
         columns = slice(left - first * SQUARE_PX, right - first * SQUARE_PX)
         for row in range(top // SQUARE_PX, -(-bottom // SQUARE_PX)):
@@ -133,18 +135,18 @@ class MapFile:
     def _load(self, band: _Band) -> NDArray[Any]:
         """Return the pixels of the squares of a band, from left to right."""
         squares = np.empty((band.squares, SQUARE_PX, SQUARE_PX), self._dtype)
-        content = memoryview(squares).cast("B")
+        content = squares.data.cast("B")
         self._file.seek(band.position)
         while content:
             if not (count := self._file.readinto(content)):
                 raise EOFError("The file of a map is shorter than the map.")
             content = content[count:]
-        return np.concatenate(squares, axis=1) if band.squares else squares.reshape(SQUARE_PX, 0)
+        return np.concatenate(squares, axis=1)
 
     def _save(self, band: _Band, pixels: NDArray[Any]) -> None:
         """Write the pixels of the squares of a band, as `_load` returns them."""
         squares = np.ascontiguousarray(pixels.reshape(SQUARE_PX, band.squares, SQUARE_PX).transpose(1, 0, 2))
-        content = memoryview(squares).cast("B") if squares.size else memoryview(b"")
+        content = squares.data.cast("B")
         self._file.seek(band.position)
         while content:
             content = content[self._file.write(content) :]

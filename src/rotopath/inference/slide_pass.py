@@ -49,6 +49,7 @@ from rotopath.inference.tiling import (
     read_tiles,
     run_here,
     start_workers,
+    switch_threads_often,
 )
 from rotopath.models import DenseNetwork
 from rotopath.writing import atomic_file, temporary_folder
@@ -657,7 +658,7 @@ class SlidePass:
         def on_tile(done: int) -> None:
             on_progress(done, len(wanted))
 
-        with start_workers(self._count_workers(len(wanted))) as run:
+        with switch_threads_often(), start_workers(self._count_workers(len(wanted))) as run:
             if self._stored is None:
                 device, rotations = self.model.device, self.options.rotations
                 probabilities, needs_pixels = task.to_probabilities, task.needs_pixels

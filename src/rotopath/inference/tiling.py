@@ -24,6 +24,7 @@ import math
 import os
 import pickle
 import signal
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import FileIO
 from mmap import mmap
-from multiprocessing import get_all_start_methods, get_context, parent_process
+from multiprocessing import parent_process
 from pathlib import Path
 from threading import Lock, Thread, local
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -46,7 +47,7 @@ from torch import Tensor
 
 from rotopath import group
 from rotopath.data.dataset import DataError
-from rotopath.environment import count_cores, limit_processes
+from rotopath.environment import count_cores, limit_processes, worker_context
 from rotopath.models import DenseNetwork, Geometry
 from rotopath.nn import center_crop
 from rotopath.writing import temporary_folder
@@ -54,6 +55,7 @@ from rotopath.writing import temporary_folder
 LARGE_BYTES = 2**16  # arrays of at least this size are handed to other processes in blocks of memory
 ALIGNMENT = 64  # in these blocks, arrays start at multiples of this number of bytes
 TILE_PX = 1024  # default for the largest side that a network reads at once; with 8 orientations this needs about 1.5 GB
+SWITCH_S = 5e-4  # time after which a thread lets other threads use Python
 SPLINE_REACH = 4  # pixels farther away contribute only about 1 % to a value that splines interpolate
 READERS = min(16, max(2, count_cores()))  # threads that read the next tiles; each needs a few megabytes for a tile
 
@@ -660,6 +662,20 @@ def _use_gpu(gpu: int | None = None) -> None:
         torch.cuda.set_device(gpu)
 
 
+@contextmanager
+def switch_threads_often() -> Iterator[None]:
+    """Context manager: threads wait at most `SWITCH_S` for Python, in place of 5 ms, while another thread uses it.
+
+    The thread that starts the computations of a GPU releases Python for each of them, and waits for it each time.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 def run_here(function: Callable[[Any], Any], items: Iterable[Any]) -> Generator[Any]:
     """Yield the results of a function for all items, in their order. Unlike the result of `map`, this can be closed."""
     yield from map(function, items)
@@ -678,14 +694,9 @@ def start_workers(count: int) -> Iterator[Run | None]:
         yield None
         return
     count = limit_processes(count)
-    # Processes that are forked from a process with threads or with a GPU can hang. So they are forked from a server.
-    has_server = "forkserver" in get_all_start_methods()
-    context = get_context("forkserver" if has_server else "spawn")
-    if has_server:
-        context.set_forkserver_preload(["rotopath.tasks"])
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
-        pool = ProcessPoolExecutor(count, context, initializer=_follow_parent)
+        pool = ProcessPoolExecutor(count, worker_context(), initializer=_follow_parent)
 
         def run(function: Callable[[Any], Any], items: Iterable[Any]) -> Generator[Any]:
             blocks = stack.enter_context(closing(_Blocks(folder)))
@@ -765,7 +776,7 @@ class _Blocks:
 
 
 def _call_in_worker(function: Callable[[Any], Any], parcel: _Parcel) -> _Parcel:
-    """Call a function with the object of a parcel, whose arrays stay in their block, and pack its result behind them."""
+    """Call a function with the object of a parcel, whose arrays stay in their block. Pack its result behind them."""
     return _pack(function(_unpack(parcel, is_mapped=True)), parcel.block, parcel.end)
 
 
