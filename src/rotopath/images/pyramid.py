@@ -1,12 +1,11 @@
 """Keep large maps in files, and write maps and images as image pyramids.
 
-`MapFile` is a temporary file of a map, which is written in rectangles and read in strips. `MapWriter` writes the
+`MapFile` is a temporary file of a map, which is written and read in rectangles. `MapWriter` writes the
 outputs of a network to a compressed file, from which `StoredMap` reads any rectangle. `write_pyramid` writes a tiled
 OME-TIFF file with several resolution levels. QuPath, Bio-Formats and `open_slide` read parts of these files
-quickly. The caller passes the pixels as horizontal strips from top to bottom: arrays (h, W) or (h, W, 3) of float32 or
-uint8, or label maps (h, W) of uint32. Level 0 has the full resolution. Only one row of tiles is in memory at a time.
-The pixels of the other levels are kept in temporary files, which together need a third of the uncompressed size of
-level 0. Files are written atomically.
+quickly. It reads a map or an image tile by tile: arrays (h, w) or (h, w, 3) of float32 or uint8, or label maps (h, w)
+of uint32. Level 0 has the full resolution. Memory does not grow with the map. The pixels of the other levels are kept
+in temporary files, which together need a third of the uncompressed size of level 0. Files are written atomically.
 """
 
 import io
@@ -15,11 +14,11 @@ import math
 import tempfile
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import lru_cache
-from itertools import chain, product, zip_longest
+from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -27,7 +26,7 @@ from typing import IO, Any, NamedTuple, Self
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from tifffile import TiffWriter
 
 from rotopath.environment import count_cores
@@ -61,15 +60,17 @@ class MapFile:
     the process with the signal SIGBUS, in place of an OSError. It consists of squares with a side of `SQUARE_PX`, row
     by row. Thus, few calls of the system read or write a rectangle: one for each row of squares.
 
-    `dtype` is float32, or uint32 for label maps. On most file systems, parts that are never written need no space.
+    `file` is its path, or the open, unbuffered file, and `size` (rows, columns) may also be (rows, columns, 3) for
+    colors. `dtype` is float32, or for example uint32 for label maps. On most file systems, parts that are never written
+    need no space.
     """
 
-    def __init__(self, path: Path, size: tuple[int, ...], dtype: type[np.float32 | np.uint32] = np.float32) -> None:
+    def __init__(self, file: Path | IO[bytes], size: tuple[int, ...], dtype: DTypeLike = np.float32) -> None:
         self.size = (size[0], size[1])
-        self._dtype = np.dtype(dtype)
+        self.dtype, self._channels = np.dtype(dtype), size[2:]
         down, self._across = (-(-side // SQUARE_PX) for side in self.size)  # numbers of squares
-        self._square_bytes = self._dtype.itemsize * SQUARE_PX**2
-        self._file = path.open("wb+", buffering=0)
+        self._square_bytes = self.dtype.itemsize * math.prod(self._channels) * SQUARE_PX**2
+        self._file: Any = file.open("wb+", buffering=0) if isinstance(file, Path) else file
         self._file.truncate(self._square_bytes * down * self._across)
         self._lock = Lock()  # of the position in the file
 
@@ -95,7 +96,7 @@ class MapFile:
 
     def read_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> NDArray[Any]:
         """Return the values in a range of rows and of columns, each as (start, stop)."""
-        part = np.empty((rows[1] - rows[0], columns[1] - columns[0]), self._dtype)
+        part = np.empty((rows[1] - rows[0], columns[1] - columns[0], *self._channels), self.dtype)
         with self._lock:
             for band in self._find_bands(rows[0], columns[0], part.shape):
                 part[band.rows] = self._load(band)[band.inside]
@@ -134,7 +135,7 @@ class MapFile:
 
     def _load(self, band: _Band) -> NDArray[Any]:
         """Return the pixels of the squares of a band, from left to right."""
-        squares = np.empty((band.squares, SQUARE_PX, SQUARE_PX), self._dtype)
+        squares = np.empty((band.squares, SQUARE_PX, SQUARE_PX, *self._channels), self.dtype)
         content = squares.data.cast("B")
         self._file.seek(band.position)
         while content:
@@ -145,7 +146,8 @@ class MapFile:
 
     def _save(self, band: _Band, pixels: NDArray[Any]) -> None:
         """Write the pixels of the squares of a band, as `_load` returns them."""
-        squares = np.ascontiguousarray(pixels.reshape(SQUARE_PX, band.squares, SQUARE_PX).transpose(1, 0, 2))
+        columns = pixels.reshape(SQUARE_PX, band.squares, SQUARE_PX, *self._channels)
+        squares = np.ascontiguousarray(columns.swapaxes(0, 1))
         content = squares.data.cast("B")
         self._file.seek(band.position)
         while content:
@@ -281,62 +283,57 @@ def _compress(block: NDArray[np.float32]) -> bytes:
     return zlib.compress(np.ascontiguousarray(block).view(np.uint8).reshape(-1, 4).T.tobytes(), level=1)
 
 
-def write_pyramid(
-    path: Path, strips: Iterable[Pixels], size_px: tuple[int, int], spacing_um_px: float, name: str = ""
-) -> None:
-    """Write a map or an image as a pyramid, from horizontal strips of any height.
+def write_pyramid(path: Path, pixels: MapFile | Pixels, spacing_um_px: float, name: str = "") -> None:
+    """Write a map or an image as a pyramid. `spacing_um_px` is the pixel spacing of level 0, in µm/px.
 
-    `size_px` (rows, columns) is the size of level 0, and `spacing_um_px` its pixel spacing in µm/px. `name` is the
-    image name in the metadata. Each further level has half the resolution of the previous level; its pixels are means
-    of 2 × 2 pixels or, in label maps, the upper left of them, because the mean of two object numbers is another object.
-    The last level fits in a single tile.
+    `name` is the image name in the metadata. Each further level has half the resolution of the previous level; its
+    pixels are means of 2 × 2 pixels or, in label maps, the upper left of them, because the mean of two object numbers
+    is another object. The last level fits in a single tile.
 
-    Raises ValueError if a side of `size_px` is below 1, or if there are no strips. Also raises ValueError unless all
-    strips have the same type (float32, uint8 or uint32), the same number of channels and the width of `size_px`, and
-    together have as many rows as `size_px`.
+    Raises ValueError if a side is below 1, or unless the pixels have one or three channels of float32, uint8 or uint32.
     """
-    incoming = iter(strips)
-    first = next(incoming, None)
-    if first is None or min(size_px) < 1:
+    read = pixels.read_part if isinstance(pixels, MapFile) else partial(_crop, pixels)
+    shape = read((0, 0), (0, 0)).shape[2:]
+    shape = (*(pixels.size if isinstance(pixels, MapFile) else pixels.shape[:2]), *shape)
+    if min(shape) < 1 or pixels.dtype not in (np.float32, np.uint8, np.uint32) or shape[2:] not in ((), (3,)):
         raise ValueError(
-            f"A pyramid needs a size of 1 × 1 px or more, and at least one strip of pixels; got a size of "
-            f"{size_px[0]} × {size_px[1]} px (rows × columns) and {'no strips' if first is None else 'strips'}."
+            f"A pyramid needs pixels (h, w) or (h, w, 3) of float32, uint8 or uint32; got {shape} of {pixels.dtype}."
         )
-    if first.dtype not in (np.float32, np.uint8, np.uint32) or first.shape[2:] not in ((), (3,)):
-        raise ValueError(
-            f"A pyramid needs strips (h, W) or (h, W, 3) of float32, uint8 or uint32; got {first.shape} of "
-            f"{first.dtype}."
-        )
-    shape = (*size_px, *first.shape[2:])
     level_shapes = _level_shapes(shape)
     size_um = {f"PhysicalSize{axis}": spacing_um_px for axis in "XY"}
     units = {f"PhysicalSize{axis}Unit": "µm" for axis in "XY"}
     metadata = {"axes": "YXS"[: len(shape)], **size_um, **units} | ({"Name": name} if name else {})
-    is_large = first.dtype.itemsize * math.prod(shape) > MAX_CLASSIC_BYTES
+    is_large = pixels.dtype.itemsize * math.prod(shape) > MAX_CLASSIC_BYTES
     with ExitStack() as stack:
         tiff = TiffWriter(stack.enter_context(atomic_file(path)), bigtiff=is_large, ome=True)
         stack.enter_context(tiff)
         # While a level is written, its pixels are also reduced to half the resolution. The reduced pixels are saved to
         # a temporary file, from which the next level is written.
-        reduced_files = [stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in level_shapes[1:]]
-        tile_rows = _regroup(chain([first], incoming), shape, first.dtype)
-        for level, (level_shape, reduced) in enumerate(zip_longest(level_shapes, reduced_files)):
+        for level, level_shape in enumerate(level_shapes):
+            reduced = None
+            if level + 1 < len(level_shapes):
+                file = stack.enter_context(tempfile.TemporaryFile(dir=path.parent, buffering=0))
+                reduced = MapFile(file, level_shapes[level + 1], pixels.dtype)
             pixels_per_cm = UM_PER_CM / (spacing_um_px * 2**level)
-            tiles = _cut_tiles(tile_rows, reduced)
+            tiles = _cut_tiles(read, level_shape, reduced)
             tiff.write(
-                _compress_labels(tiles) if first.dtype == np.uint32 else tiles,
+                _compress_labels(tiles) if pixels.dtype == np.uint32 else tiles,
                 shape=level_shape,
-                dtype=first.dtype,
+                dtype=pixels.dtype,
                 tile=(TILE_PX, TILE_PX),
                 photometric="rgb" if len(shape) == 3 else "minisblack",
                 compression="adobe_deflate",
                 resolution=(pixels_per_cm, pixels_per_cm),
                 resolutionunit="CENTIMETER",
                 software="rotopath",
-                **({"subfiletype": 1} if level else {"subifds": len(reduced_files), "metadata": metadata}),
+                **({"subfiletype": 1} if level else {"subifds": len(level_shapes) - 1, "metadata": metadata}),
             )
             if reduced is not None:
-                tile_rows = _read_tile_rows(reduced, level_shapes[level + 1], first.dtype)
+                read = reduced.read_part
+
+
+def _crop(pixels: Pixels, rows: tuple[int, int], columns: tuple[int, int]) -> Pixels:
+    return pixels[slice(*rows), slice(*columns)]
 
 
 def _level_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -348,57 +345,19 @@ def _level_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _regroup(strips: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Pixels]:
-    """Convert strips of any height to strips that are as high as a tile. The last strip may have fewer rows.
+def _cut_tiles(
+    read: Callable[[tuple[int, int], tuple[int, int]], Pixels], shape: tuple[int, ...], reduced: MapFile | None
+) -> Iterator[Pixels]:
+    """Read the tiles of a level, whose shape is `shape`, and yield them row by row.
 
-    `shape` and `dtype` are the shape and the type of level 0. Raises ValueError if the strips do not fit them.
+    Unless `reduced` is None, also write the pixels at half the resolution there, for the next level.
     """
-    height = shape[0]
-    tile_row = np.empty((min(TILE_PX, height), *shape[1:]), dtype)
-    filled = done = 0  # number of rows in `tile_row`, and in all tile rows before it
-    for strip in strips:
-        if strip.shape[1:] != shape[1:] or strip.dtype != dtype or done + filled + len(strip) > height:
-            raise ValueError(
-                f"A pyramid of {' × '.join(map(str, shape))} {dtype} got a strip of {strip.shape} {strip.dtype} at row "
-                f"{done + filled}, which does not fit; pass strips that have the width and type of the pyramid, and "
-                f"heights that add up to its height."
-            )
-        if filled == 0 and 0 < len(strip) == len(tile_row):  # the usual case, which needs no copy
-            yield strip
-            done += len(strip)
-            tile_row = np.empty((min(TILE_PX, height - done), *shape[1:]), dtype)
-            continue
-        copied = 0
-        while copied < len(strip):
-            part = strip[copied : copied + len(tile_row) - filled]
-            tile_row[filled : filled + len(part)] = part
-            filled, copied = filled + len(part), copied + len(part)
-            if filled == len(tile_row):
-                yield tile_row
-                done, filled = done + filled, 0
-                tile_row = np.empty((min(TILE_PX, height - done), *shape[1:]), dtype)
-    if done < height:
-        raise ValueError(f"A pyramid of {height} rows got strips with only {done + filled} rows; pass all rows.")
-
-
-def _read_tile_rows(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Pixels]:
-    """Read the temporary file of a level, and yield strips as high as a tile. The last strip may have fewer rows."""
-    file.seek(0)
     for top in range(0, shape[0], TILE_PX):
-        size = (min(TILE_PX, shape[0] - top), *shape[1:])
-        yield np.frombuffer(file.read(math.prod(size) * dtype.itemsize), dtype).reshape(size)
-
-
-def _cut_tiles(tile_rows: Iterable[Pixels], reduced: IO[bytes] | None) -> Iterator[Pixels]:
-    """Cut strips that are as high as a tile into tiles, and yield the tiles row by row.
-
-    Unless `reduced` is None, also write the pixels at half the resolution to the file `reduced`, for the next level.
-    """
-    for tile_row in tile_rows:
-        if reduced is not None:
-            reduced.write(_halve(tile_row).tobytes())
-        for left in range(0, tile_row.shape[1], TILE_PX):
-            yield tile_row[:, left : left + TILE_PX]
+        for left in range(0, shape[1], TILE_PX):
+            tile = read((top, min(top + TILE_PX, shape[0])), (left, min(left + TILE_PX, shape[1])))
+            if reduced is not None:
+                reduced.write(top // 2, left // 2, _halve(tile))
+            yield tile
 
 
 def _compress_labels(tiles: Iterable[Pixels]) -> Iterator[bytes]:
@@ -406,8 +365,11 @@ def _compress_labels(tiles: Iterable[Pixels]) -> Iterator[bytes]:
     empty = zlib.compress(bytes(TILE_PX**2 * np.dtype(np.uint32).itemsize))
 
     def compress(tile: Pixels) -> bytes:
+        if not tile.any():
+            return empty
         missing = [(0, TILE_PX - size) for size in tile.shape]  # at the bottom and right edges
-        return zlib.compress(np.pad(tile, missing).tobytes()) if tile.any() else empty
+        whole = np.pad(tile, missing) if any(map(any, missing)) else np.ascontiguousarray(tile)
+        return zlib.compress(whole.data)
 
     with ThreadPoolExecutor(COMPRESSORS) as pool:
         waiting: deque[Future[bytes]] = deque()

@@ -427,7 +427,7 @@ def _write_results(
                 np.save(unfinished / EMBEDDING, slide_pass.embed(shapes))
             with ThreadPoolExecutor() as pool:  # compressing pixels leaves Python to other threads
                 finished = [
-                    pool.submit(write_pyramid, unfinished / name, map_file.strips(), map_file.size, um_px, values)
+                    pool.submit(write_pyramid, unfinished / name, map_file, um_px, values)
                     for name, map_file, um_px, values in (
                         (LABELS, slide_pass.labels, slide_pass.labels_um_px, "number in objects.csv"),
                         (HEAT, slide_pass.heat, slide_pass.heat_um_px, "probability"),
