@@ -515,10 +515,13 @@ def _collect_shapes(objects: Iterable[SlideObject], shapes: list[Point | tuple[P
 
 
 def _collect_first(objects: Iterable[SlideObject], drawn: list[SlideObject]) -> Iterator[SlideObject]:
-    """Yield all objects, and append the first `MAX_DRAWN` of them to the list `drawn`, for the overlay."""
+    """Yield all objects, and append the first `MAX_DRAWN` of them to the list `drawn`, for the overlay.
+
+    The copies have no measurements and no text of files, which would need five times as much memory as the shapes.
+    """
     for item in objects:
         if len(drawn) < MAX_DRAWN:
-            drawn.append(item)
+            drawn.append(replace(item, measurements={}))
         yield item
 
 
