@@ -268,6 +268,33 @@ def test_files_named_gz_are_compressed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.geojson", "a.geojson.gz"])
+def test_own_files_are_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """So that a file of a million nuclei, which is larger than `MAX_JSON_BYTES`, can be read."""
+    path, other = tmp_path / name, tmp_path / f"other-{name}"
+    objects = [SlideObject((Polygon(SQUARE.outer + i),), "detection", "µ", measurements={"a": i}) for i in range(300)]
+    write_geojson(path, objects, (5, 7))
+    monkeypatch.setattr("rotopath.images.geojson.MAX_JSON_BYTES", 5000)
+    assert read_geojson(path, (5, 7)) == objects
+    content = path.read_bytes()
+    lines = (gzip.decompress(content) if name.endswith("gz") else content).decode().splitlines(keepends=True)
+    changed = {
+        "cut off": [*lines[:100], lines[100][:50]],
+        "without its end": lines[:100],
+        "with more behind its end": [*lines, "3"],
+        "with a damaged feature": [*lines[:100], "{},\n", *lines[100:]],
+        "that begins otherwise": [" ", *lines],
+    }
+    for text in changed.values():  # is read at once, which these limits forbid, to explain the fault
+        with gzip.open(other, "wt", encoding="utf-8") if name.endswith("gz") else other.open("w") as file:
+            file.writelines(text)
+        with pytest.raises(UnreadableFileError, match="is larger than"):
+            read_geojson(other)
+    monkeypatch.setattr("rotopath.images.geojson.MAX_LINES_BYTES", 20_000)
+    with pytest.raises(UnreadableFileError, match="is larger than"):
+        read_geojson(path)
+
+
+@pytest.mark.parametrize("name", ["a.geojson", "a.geojson.gz"])
 def test_memory_does_not_grow_with_the_number_of_objects(tmp_path: Path, name: str) -> None:
     def peak_bytes(count: int) -> int:
         objects = (SlideObject((Polygon(SQUARE.outer + i),), measurements={"score": 0.5}) for i in range(count))

@@ -12,7 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,8 @@ DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath types that are read as
 # Classes of QuPath that are not classes of objects: areas that are left out, and areas in which objects are annotated.
 IGNORED_CLASS, REGION_CLASS = "Ignore*", "Region*"
 ACCEPTED = "accepted"  # measurement of an object that a person has reviewed: 1, or 0 if the person has rejected it
-MAX_JSON_BYTES = 2**30
+MAX_JSON_BYTES = 2**30  # of a file that is read at once
+MAX_LINES_BYTES = 2**32  # of a file that is read line by line: four million nuclei
 MAX_COORDINATE_PX = 1e9  # larger than any slide
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # `json.dumps` would make one for each object
@@ -298,10 +299,41 @@ def to_row(item: SlideObject, number: int, origin_px: tuple[float, float] = (0, 
 def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[SlideObject]:
     """Read the objects of a GeoJSON file that this package or QuPath has written; a file named *.gz is decompressed.
 
-    `origin_px` (row, column) is added to all coordinates, to convert them to pixels of level 0. Raises
+    `origin_px` (row, column) is added to all coordinates, to convert them to pixels of level 0. A file of this package
+    is read line by line, and may therefore have up to `MAX_LINES_BYTES`; for other files, see `read_json`. Raises
     `UnreadableFileError` if the file or one of its features cannot be used.
     """
-    return parse_geojson(path, read_json(path), origin_px)
+    if has_line_per_feature(path):
+        with suppress(OSError, EOFError, zlib.error, ValueError, RecursionError), _open(path) as file:
+            return list(_read_lines(path, file, origin_px))
+    return parse_geojson(path, read_json(path), origin_px)  # this also explains what is wrong with a damaged file
+
+
+def has_line_per_feature(path: Path) -> bool:
+    """Return whether a file begins as those of `write_geojson`, which have a line for each feature."""
+    try:
+        with _open(path) as file:
+            return file.read(len(HEAD)) == HEAD.encode()
+    except (OSError, EOFError, zlib.error):
+        return False
+
+
+def _open(path: Path) -> IO[bytes]:
+    expect_file(path)
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+
+
+def _read_lines(path: Path, file: IO[bytes], origin_px: tuple[float, float]) -> Iterator[SlideObject]:
+    """Yield the objects of a file that has a line for each feature. Raises ValueError if it has not, or is cut off."""
+    size, line = len(file.readline()), file.readline(MAX_JSON_BYTES)
+    while line.rstrip() not in (b"", b"]}"):
+        size += len(line)
+        if not line.endswith(b"\n") or size > MAX_LINES_BYTES:
+            raise ValueError("a line is cut off, or the file is too large")
+        yield from parse_geojson(path, parse_json(line.rstrip(b",\n"), only_finite=False), origin_px)
+        line = file.readline(MAX_JSON_BYTES)
+    if not line or file.read(1):
+        raise ValueError("the file is cut off, or continues after its end")
 
 
 def read_json(path: Path) -> Any:
@@ -309,9 +341,8 @@ def read_json(path: Path) -> Any:
 
     Files that are larger than `MAX_JSON_BYTES`, also after decompression, are not read.
     """
-    expect_file(path)
     try:
-        with path.open("rb") if path.suffix != ".gz" else gzip.open(path) as file:
+        with _open(path) as file:
             content = file.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
             raise UnreadableFileError(path, f"is larger than {MAX_JSON_BYTES >> 20} MB; divide it into several files.")
