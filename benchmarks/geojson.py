@@ -21,8 +21,9 @@ from record import record
 from scipy import ndimage
 
 from rotopath.data.import_objects import read_json_objects
+from rotopath.environment import import_for_tables
 from rotopath.images.geojson import SlideObject, read_geojson, write_geojson
-from rotopath.images.outlines import DECIMALS, Polygon, measure_objects, smooth_outlines, trace_outlines
+from rotopath.images.outlines import DECIMALS, Point, Polygon, measure_objects, smooth_outlines, trace_outlines
 from rotopath.images.stain import stain_densities
 from rotopath.metrics.matching import remove_small
 from rotopath.synthetic.organs import render_organ_field
@@ -52,7 +53,7 @@ def place(nuclei: list[SlideObject], count: int) -> Iterator[SlideObject]:
         field, number = divmod(index, len(nuclei))
         shift = FIELD_PX * np.array(divmod(field, 100))
         nucleus = nuclei[number]
-        assert isinstance(nucleus.shape, tuple)
+        assert not isinstance(nucleus.shape, Point)
         rings = [[np.round(ring + shift, DECIMALS) for ring in part.rings] for part in nucleus.shape]
         shape = tuple(Polygon(outer, tuple(holes)) for outer, *holes in rings)
         yield SlideObject(shape, nucleus.kind, nucleus.class_name, nucleus.color, nucleus.measurements)
@@ -60,8 +61,8 @@ def place(nuclei: list[SlideObject], count: int) -> Iterator[SlideObject]:
 
 def check_features(path: Path) -> int:
     """Return the number of features of a file, all of which must have the form of QuPath and a valid geometry."""
-    import shapely
-
+    shapely = import_for_tables("shapely")
+    shape = import_for_tables("shapely.geometry").shape
     count, identifiers = 0, set()
     with path.open() as file:
         assert file.readline() == '{"type": "FeatureCollection", "features": [\n'
@@ -74,7 +75,7 @@ def check_features(path: Path) -> int:
             assert feature["properties"]["objectType"] == "detection"
             assert feature["properties"]["classification"] == {"name": CLASS, "color": list(COLOR)}
             assert all(isinstance(value, float) for value in feature["properties"]["measurements"].values())
-            geometry = shapely.geometry.shape(feature["geometry"])
+            geometry = shape(feature["geometry"])
             if not geometry.is_valid or geometry.is_empty:
                 raise SystemExit(f"A geometry is not valid: {shapely.is_valid_reason(geometry)}: {line}")
             rings = [feature["geometry"]["coordinates"]]

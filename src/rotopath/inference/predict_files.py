@@ -239,7 +239,7 @@ def predict_files(
     predicting has the outcome "waiting", and a second outcome at the end, after the other process has ended. If an
     error of any type occurs, the slide is reported as failed. Only a full disk ends the prediction: it raises
     DiskFullError. After each tile, the function `on_tile` is called with the path of the slide, the number of finished
-    tiles and the number of all tiles to predict in this slide.
+    tiles and the number of all tiles to predict in this slide. With workers, it is called from another thread.
     """
     folders = assign_folders(slides, out)
     regions = find_region_files(slides, options)

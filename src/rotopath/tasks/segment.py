@@ -115,6 +115,7 @@ class Segment(Task):
     drawn_as = "outlines"
     heatmap_cell = 16
     needs_pixels = True
+    scores_one_by_one = True
 
     @property
     def outputs(self) -> int:
