@@ -42,6 +42,8 @@ COMPRESSORS = min(16, max(4, count_cores()))  # number of threads that compress 
 ABOUT, MASK = "about.json", "mask.npy"  # names of the other parts of a stored map
 MAX_ABOUT_BYTES, MAX_MASK_BYTES = 2**20, 2**28  # a mask has a pixel for each 8 µm: 2**28 are over 100 cm²
 Pixels = NDArray[Any]
+# Reads pixels (h, w) or (h, w, 3) in a range of rows and of columns, each as (start, stop)
+ReadPart = Callable[[tuple[int, int], tuple[int, int]], Pixels]
 
 
 class _Band(NamedTuple):
@@ -78,6 +80,9 @@ class MapFile:
         """Write values (h, w), with the first value at row `top` and column `left`."""
         with self._lock:
             for band in self._find_bands(top, left, values.shape):
+                if band.inside == (slice(0, SQUARE_PX), slice(0, band.squares * SQUARE_PX)):
+                    self._save(band, values[band.rows].astype(self.dtype, copy=False))
+                    continue
                 pixels = self._load(band)
                 pixels[band.inside] = values[band.rows]
                 self._save(band, pixels)
@@ -97,9 +102,10 @@ class MapFile:
     def read_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> NDArray[Any]:
         """Return the values in a range of rows and of columns, each as (start, stop)."""
         part = np.empty((rows[1] - rows[0], columns[1] - columns[0], *self._channels), self.dtype)
-        with self._lock:
-            for band in self._find_bands(rows[0], columns[0], part.shape):
-                part[band.rows] = self._load(band)[band.inside]
+        for band in self._find_bands(rows[0], columns[0], part.shape):
+            with self._lock:
+                pixels = self._load(band)
+            part[band.rows] = pixels[band.inside]
         return part
 
     def read(self, top: int = 0, bottom: int | None = None) -> NDArray[Any]:
@@ -317,7 +323,7 @@ def write_pyramid(path: Path, pixels: MapFile | Pixels, spacing_um_px: float, na
             pixels_per_cm = UM_PER_CM / (spacing_um_px * 2**level)
             tiles = _cut_tiles(read, level_shape, reduced)
             tiff.write(
-                _compress_labels(tiles) if pixels.dtype == np.uint32 else tiles,
+                _compress_labels(tiles) if pixels.dtype == np.uint32 else (read_tile() for read_tile in tiles),
                 shape=level_shape,
                 dtype=pixels.dtype,
                 tile=(TILE_PX, TILE_PX),
@@ -345,26 +351,30 @@ def _level_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _cut_tiles(
-    read: Callable[[tuple[int, int], tuple[int, int]], Pixels], shape: tuple[int, ...], reduced: MapFile | None
-) -> Iterator[Pixels]:
-    """Read the tiles of a level, whose shape is `shape`, and yield them row by row.
+def _cut_tiles(read: ReadPart, shape: tuple[int, ...], reduced: MapFile | None) -> Iterator[Callable[[], Pixels]]:
+    """Yield a function for each tile of a level, row by row, which reads the tile; `shape` is that of the level.
 
-    Unless `reduced` is None, also write the pixels at half the resolution there, for the next level.
+    Unless `reduced` is None, the functions also write the pixels at half the resolution there, for the next level.
     """
     for top in range(0, shape[0], TILE_PX):
         for left in range(0, shape[1], TILE_PX):
-            tile = read((top, min(top + TILE_PX, shape[0])), (left, min(left + TILE_PX, shape[1])))
-            if reduced is not None:
-                reduced.write(top // 2, left // 2, _halve(tile))
-            yield tile
+            rows, columns = (top, min(top + TILE_PX, shape[0])), (left, min(left + TILE_PX, shape[1]))
+            yield partial(_read_tile, read, rows, columns, reduced)
 
 
-def _compress_labels(tiles: Iterable[Pixels]) -> Iterator[bytes]:
-    """Compress the tiles of a label map, in threads. Most of them contain no object, and are compressed only once."""
+def _read_tile(read: ReadPart, rows: tuple[int, int], columns: tuple[int, int], reduced: MapFile | None) -> Pixels:
+    tile = read(rows, columns)
+    if reduced is not None:
+        reduced.write(rows[0] // 2, columns[0] // 2, _halve(tile))
+    return tile
+
+
+def _compress_labels(tiles: Iterable[Callable[[], Pixels]]) -> Iterator[bytes]:
+    """Read and compress the tiles of a label map, in threads. Tiles without objects are compressed only once."""
     empty = zlib.compress(bytes(TILE_PX**2 * np.dtype(np.uint32).itemsize))
 
-    def compress(tile: Pixels) -> bytes:
+    def compress(read_tile: Callable[[], Pixels]) -> bytes:
+        tile = read_tile()
         if not tile.any():
             return empty
         missing = [(0, TILE_PX - size) for size in tile.shape]  # at the bottom and right edges
@@ -373,8 +383,8 @@ def _compress_labels(tiles: Iterable[Pixels]) -> Iterator[bytes]:
 
     with ThreadPoolExecutor(COMPRESSORS) as pool:
         waiting: deque[Future[bytes]] = deque()
-        for tile in tiles:
-            waiting.append(pool.submit(compress, tile))
+        for read_tile in tiles:
+            waiting.append(pool.submit(compress, read_tile))
             if len(waiting) > 2 * COMPRESSORS:
                 yield waiting.popleft().result()
         while waiting:
