@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from multiprocessing import forkserver, get_all_start_methods, get_context
+from multiprocessing import forkserver, get_all_start_methods, get_context, resource_tracker
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,6 +150,7 @@ def start_fork_server() -> None:
     """
     if worker_context().get_start_method() != "forkserver":
         return
+    resource_tracker.ensure_running()  # `forkserver` starts it otherwise, which would change the mask below
     # The server inherits that Ctrl-C, which a terminal sends to all processes, is left to this process.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
