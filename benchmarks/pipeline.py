@@ -4,11 +4,11 @@
 
 The slide is synthetic tissue, or the given images of tissue, again and again. Each row is a process of its own, which
 loads the model ("start"), predicts a slide of 1536 × 1536 px, which also compiles kernels and starts workers for the
-first time ("small slide"), and then the large slide. "memory of the model" is that of the process before the first slide, "peak
-above it" that of the process at its highest, without workers, and "CPU" its CPU time while it predicts the large slide.
-"network alone" is the time that the network needs for all tiles if their pixels are already in memory. The objects must
-be the same for each number of workers. With `--seconds`, no row is begun after this time, and those that were measured
-are recorded.
+first time ("small slide"), and then the large slide. "memory of the model" is that of the process before the first
+slide, "peak above it" that of the process at its highest, without workers, and "CPU" its CPU time while it predicts the
+large slide. "network alone" is the time that the network needs for all tiles if their pixels are already in memory. The
+objects must be the same for each number of workers. With `--seconds`, no row is begun after this time, and those that
+were measured are recorded.
 """
 
 import argparse
