@@ -1,5 +1,6 @@
 """Tiles: their outputs equal those of the whole image, a tile is predicted as a whole, and only the network rounds."""
 
+import gc
 import math
 import os
 import signal
@@ -361,6 +362,20 @@ def test_workers_read_the_same_pixels_as_threads(tmp_path: Path) -> None:
 
 
 # Other threads
+
+
+def test_settings_of_python_are_restored_after_a_slide() -> None:
+    before = sys.getswitchinterval(), gc.get_freeze_count()
+    with pytest.raises(KeyError), tiling.switch_threads_often(), tiling.spare_old_objects():
+        assert sys.getswitchinterval() == pytest.approx(5e-4)
+        assert gc.get_freeze_count() > 10_000
+        raise KeyError
+    assert (sys.getswitchinterval(), gc.get_freeze_count()) == before
+    gc.freeze()
+    with tiling.spare_old_objects():
+        pass
+    assert gc.get_freeze_count() > 0, "a program that has frozen its objects finds them frozen"
+    gc.unfreeze()
 
 
 def test_items_are_computed_one_ahead_in_another_thread() -> None:

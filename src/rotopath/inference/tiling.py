@@ -676,6 +676,21 @@ def switch_threads_often() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
+@contextmanager
+def spare_old_objects() -> Iterator[None]:
+    """Context manager: the search for garbage leaves out objects that exist now, such as those of imported packages.
+
+    It would walk through all of them again and again, because workers send many small objects.
+    """
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+
+
 def run_here(function: Callable[[Any], Any], items: Iterable[Any]) -> Generator[Any]:
     """Yield the results of a function for all items, in their order. Unlike the result of `map`, this can be closed."""
     yield from map(function, items)
