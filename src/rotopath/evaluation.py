@@ -119,7 +119,7 @@ def evaluate(
     dataset = open_task_data(task, data or run.recipe.data, spacing_um_px)
     cpu_only = not run.is_pretrained and run.recipe.accelerator == "cpu"
     device = torch.device("cuda" if torch.cuda.is_available() and not cpu_only else "cpu")
-    gather = partial(gather_evidence, task, run.network, device=device, rotations=rotations)
+    iterate = partial(iterate_evidence, task, run.network, device=device, rotations=rotations)
 
     other_data = None if is_own else Path(data or "")
     path = Path(out) if out else evaluation_file(run.output_folder, split, rotations, rule, other_data)
@@ -127,12 +127,15 @@ def evaluate(
     if keeps_rotation and path.exists():
         read_scores(path, split)  # a damaged file is reported at once
 
-    evidence = gather(samples=dataset.split(split), on_progress=partial(on_progress, split))
     point = run.point
     if rotations > 1 or rule is not None:  # the best thresholds may differ from those of the training
-        validation = gather(samples=dataset.split("valid"), on_progress=partial(on_progress, "valid"))
-        point = task.choose_operating_point(validation, rule)
-    scores = task.score(evidence, point, rule) | {"rotations": rotations, "data": str(dataset.root)}
+        validation = iterate(samples=dataset.split("valid"), on_progress=partial(on_progress, "valid"))
+        point = task.choose_operating_point(list(validation), rule)
+    evidence: Any = iterate(samples=dataset.split(split), on_progress=partial(on_progress, split))
+    scores = task.score(evidence if task.scores_one_by_one else list(evidence), point, rule) | {
+        "rotations": rotations,
+        "data": str(dataset.root),
+    }
 
     rotated = predict_rotated_inputs(run, dataset.split(split), device) if robustness else None
     with hold_lock(path, None):  # another process may write scores of the same run
@@ -219,20 +222,32 @@ def gather_evidence(
     rotations: int = 1,
     on_progress: OnProgress = lambda _done, _all: None,
 ) -> list[Evidence]:
-    """Predict all samples, and return the evidence of each sample: its prediction and its ground truth.
+    """Return the evidence of all samples, which `iterate_evidence` yields."""
+    return list(iterate_evidence(task, network, samples, device, rotations, on_progress))
+
+
+def iterate_evidence(
+    task: Task,
+    network: DenseNetwork,
+    samples: Sequence[Sample],
+    device: torch.device,
+    rotations: int = 1,
+    on_progress: OnProgress = lambda _done, _all: None,
+) -> Iterator[Evidence]:
+    """Predict all samples, and yield the evidence of each sample: its prediction and its ground truth.
 
     Predictions are averaged over `rotations` rotations of each image. The network is moved to `device`. The function
-    `on_progress` receives the number of finished samples and the number of all samples.
+    `on_progress` receives the number of finished samples and the number of all samples. Few predictions are in memory.
     """
-    network = network.to(device).eval()
+    network, done = network.to(device).eval(), 0
     if task.prediction_type == "window":
-        return _gather_patches(task, network, samples, device, rotations, on_progress)
-    evidence: list[Evidence] = []
+        yield from _iterate_patches(task, network, samples, device, rotations, on_progress)
+        return
     for images in _stack_images(samples, task.reader.without_targets):
         for prediction in predict_batch(network, images, device, rotations, activation=task.to_probabilities):
-            evidence.append(task.collect_evidence(prediction, samples[len(evidence)]))
-        on_progress(len(evidence), len(samples))
-    return evidence
+            yield task.collect_evidence(prediction, samples[done])
+            done += 1
+        on_progress(done, len(samples))
 
 
 def _stack_images(samples: Sequence[Sample], reader: SampleReader) -> Iterator[NDArray[np.uint8]]:
@@ -247,25 +262,24 @@ def _stack_images(samples: Sequence[Sample], reader: SampleReader) -> Iterator[N
         yield np.stack(stack)
 
 
-def _gather_patches(
+def _iterate_patches(
     task: Task,
     network: DenseNetwork,
     samples: Sequence[Sample],
     device: torch.device,
     rotations: int,
     on_progress: OnProgress,
-) -> list[Evidence]:
-    """Return the evidence of each patch, for a task with one prediction per patch. Patches are predicted in batches."""
+) -> Iterator[Evidence]:
+    """Yield the evidence of each patch, for a task with one prediction per patch. Patches are predicted in batches."""
     window_px = network.geometry.context_px
     cut_px = covering_size(window_px) if 4 % rotations else window_px  # other angles than k · 90° need larger windows
     batches, steps = make_center_batches(task, samples, cut_px, device=device)
-    evidence: list[Evidence] = []
+    done = 0
     for images, _ in batches.load(steps, device):
-        probabilities = predict_patches(network, images, rotations, task.to_probabilities)
-        for sample, probability in zip(samples[len(evidence) :], probabilities, strict=False):
-            evidence.append(task.collect_evidence(probability, sample))
-        on_progress(len(evidence), len(samples))
-    return evidence
+        for probability in predict_patches(network, images, rotations, task.to_probabilities):
+            yield task.collect_evidence(probability, samples[done])
+            done += 1
+        on_progress(done, len(samples))
 
 
 # Batches of windows, for training, validation and robustness

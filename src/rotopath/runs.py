@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import rotopath
 from rotopath import pretrained
 from rotopath.data.dataset import SAME_SPACING
+from rotopath.environment import start_fork_server
 from rotopath.images import Slide
 from rotopath.images.geojson import SlideObject
 from rotopath.images.slides import as_slide
@@ -266,16 +267,18 @@ def predict(
     predicting into the same folder are left until the end. Returns the outcome of each file.
 
     After each tile, the function `on_tile` is called with the path of the file, the number of its finished tiles, and
-    the number of all its tiles to predict. `roi` and `exclude` are GeoJSON files of QuPath annotations or, for several
-    slides, folders with a file for each slide, such as `slide.svs.geojson` or `slide.geojson`. With `parquet`, the
-    table of objects is also written to `objects.parquet`; with `embedding`, features of the network for each object
-    are written to `embedding.npy`. With `keep_map`, the outputs of the network are stored in
-    `map.zip` beside the results. With `reuse`, they are read from there, and the results are replaced without running
-    the network, for example with another threshold. `workers` is the number of processes that find objects while the
-    network computes the next tiles; a script that uses them must call this function under
-    `if __name__ == "__main__":`. The other arguments are those of `Run.predict`. To predict a single
-    image and receive the result in memory, use `Run.predict` instead.
+    the number of all its tiles to predict; with workers, from another thread. `roi` and `exclude` are GeoJSON files of
+    QuPath annotations or, for several slides, folders with a file for each slide, such as `slide.svs.geojson` or
+    `slide.geojson`. With `parquet`, the table of objects is also written to `objects.parquet`; with `embedding`,
+    features of the network for each object are written to `embedding.npy`. With `keep_map`, the outputs of the network
+    are stored in `map.zip` beside the results. With `reuse`, they are read from there, and the results are replaced
+    without running the network, for example with another threshold. `workers` is the number of processes that find
+    objects while the network computes the next tiles; a script that uses them must call this function under
+    `if __name__ == "__main__":`. The other arguments are those of `Run.predict`. To predict a single image and receive
+    the result in memory, use `Run.predict` instead.
     """
+    if workers:
+        start_fork_server()
     run = model if isinstance(model, Run) else load(model)
     given = [images] if isinstance(images, Path | str) else images
     slides = list_slides([Path(path) for path in given])

@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import gc
 import hashlib
 import json
 import os
@@ -133,6 +134,28 @@ def test_nuclei_have_numbers_in_a_label_map(has_roi: bool, tmp_path: Path, monke
         filled = fill_outline(nucleus.shape, (600, 600))
         own = labels == int(row["number"])
         assert (filled & own).sum() / own.sum() > 0.8
+
+
+def test_memory_does_not_grow_with_the_number_of_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those that are drawn and cropped are kept."""
+    monkeypatch.setattr(predict_files, "MAX_DRAWN", 40)
+    counts: list[int] = []
+
+    def make_objects(_: SlidePass, __: object) -> Iterator[SlideObject]:
+        for i in range(3000):
+            if i % 1000 == 0:
+                counts.append(sum(isinstance(item, SlideObject) for item in gc.get_objects()))
+            corners = np.array([(1, 1), (1, 9), (9, 9)]) + 10 * np.array(divmod(i, 60))
+            item = SlideObject((Polygon(corners),), "detection", "Nucleus", None, {"probability": i % 997 / 997})
+            item.render()
+            yield item
+
+    monkeypatch.setattr(SlidePass, "objects", make_objects)
+    write_image(tmp_path / "a.png", tissue(100, 100))
+    (outcome,) = rp.predict("nuclei-kumar-n8", tmp_path / "a.png", tmp_path / "out", spacing_um_px=0.25, device="cpu")
+    assert outcome.state == "done"
+    assert len((outcome.folder / "objects.csv").read_text().splitlines()) == 3001
+    assert max(counts) - counts[0] <= 40 + 2 * predict_files.CROP_COUNT + 5
 
 
 def test_coordinates_on_a_stage_start_at_the_scanned_region(tmp_path: Path) -> None:

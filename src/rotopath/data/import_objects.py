@@ -16,7 +16,15 @@ import numpy as np
 from rotopath.data.annotations import AnnotationError, read_aperio_outlines, read_aperio_spacing_um_px
 from rotopath.data.dataset import DataError, Finding, Sample, annotated_size_px, count_and_list, read_csv
 from rotopath.data.import_masks import MAX_MASK_PX, decode_runs, encode_runs
-from rotopath.images.geojson import IGNORED_CLASS, MAX_COORDINATE_PX, SlideObject, parse_geojson, read_json
+from rotopath.images.geojson import (
+    IGNORED_CLASS,
+    MAX_COORDINATE_PX,
+    SlideObject,
+    has_line_per_feature,
+    parse_geojson,
+    read_geojson,
+    read_json,
+)
 from rotopath.images.outlines import Point, Polygon, fill_outline, make_polygon, trace_outlines
 
 # Words in the names of columns, by what the column contains. Other words are ignored if they are in FILLER_WORDS.
@@ -71,6 +79,8 @@ class Classes(NamedTuple):
 
 def read_json_objects(path: Path) -> list[Annotation] | None:
     """Read a GeoJSON or COCO file. Returns None if a JSON file has another content."""
+    if has_line_per_feature(path):
+        return [Annotation(path, "", tuple(read_geojson(path)), counts_from_origin=True)]
     content = read_json(path)
     if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
         return _parse_coco(path, content)

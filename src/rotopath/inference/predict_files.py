@@ -239,7 +239,7 @@ def predict_files(
     predicting has the outcome "waiting", and a second outcome at the end, after the other process has ended. If an
     error of any type occurs, the slide is reported as failed. Only a full disk ends the prediction: it raises
     DiskFullError. After each tile, the function `on_tile` is called with the path of the slide, the number of finished
-    tiles and the number of all tiles to predict in this slide.
+    tiles and the number of all tiles to predict in this slide. With workers, it is called from another thread.
     """
     folders = assign_folders(slides, out)
     regions = find_region_files(slides, options)
@@ -427,7 +427,7 @@ def _write_results(
                 np.save(unfinished / EMBEDDING, slide_pass.embed(shapes))
             with ThreadPoolExecutor() as pool:  # compressing pixels leaves Python to other threads
                 finished = [
-                    pool.submit(write_pyramid, unfinished / name, map_file.strips(), map_file.size, um_px, values)
+                    pool.submit(write_pyramid, unfinished / name, map_file, um_px, values)
                     for name, map_file, um_px, values in (
                         (LABELS, slide_pass.labels, slide_pass.labels_um_px, "number in objects.csv"),
                         (HEAT, slide_pass.heat, slide_pass.heat_um_px, "probability"),
@@ -515,10 +515,13 @@ def _collect_shapes(objects: Iterable[SlideObject], shapes: list[Point | tuple[P
 
 
 def _collect_first(objects: Iterable[SlideObject], drawn: list[SlideObject]) -> Iterator[SlideObject]:
-    """Yield all objects, and append the first `MAX_DRAWN` of them to the list `drawn`, for the overlay."""
+    """Yield all objects, and append the first `MAX_DRAWN` of them to the list `drawn`, for the overlay.
+
+    The copies have no measurements and no text of files, which would need five times as much memory as the shapes.
+    """
     for item in objects:
         if len(drawn) < MAX_DRAWN:
-            drawn.append(item)
+            drawn.append(replace(item, measurements={}))
         yield item
 
 

@@ -48,7 +48,9 @@ from rotopath.inference.tiling import (
     predict_tiles,
     read_tiles,
     run_here,
+    spare_old_objects,
     start_workers,
+    switch_threads_often,
 )
 from rotopath.models import DenseNetwork
 from rotopath.writing import atomic_file, temporary_folder
@@ -657,7 +659,7 @@ class SlidePass:
         def on_tile(done: int) -> None:
             on_progress(done, len(wanted))
 
-        with start_workers(self._count_workers(len(wanted))) as run:
+        with switch_threads_often(), spare_old_objects(), start_workers(self._count_workers(len(wanted))) as run:
             if self._stored is None:
                 device, rotations = self.model.device, self.options.rotations
                 probabilities, needs_pixels = task.to_probabilities, task.needs_pixels
@@ -859,7 +861,7 @@ class SlideView:
     def __init__(
         self, slide: Slide, spacing_um_px: float, stain: Stain, tissue: Tissue, stopwatch: Stopwatch | None = None
     ) -> None:
-        self.slide = slide
+        self.slide, self.origin_px = slide, slide.origin_px
         self.stopwatch = stopwatch or Stopwatch()
         self.spacing_um_px = spacing_um_px
         self.size_px = slide.size_at(self.spacing_um_px)

@@ -103,6 +103,8 @@ class Task(ABC):
     robustness_inputs: ClassVar[Literal["windows", "fields"]] = "windows"
     rules: ClassVar[tuple[str, ...]] = ()  # names of the rules for counting true positives; the first is the default
     regime_unit: ClassVar[str] = "images"  # unit of a regime, which is a reduced amount of training data
+    # Whether `score` takes an iterator in place of a sequence, and does not keep the evidence, which may be large
+    scores_one_by_one: ClassVar[bool] = False
     can_mine: ClassVar[bool] = False  # whether `find_hard_examples` is implemented
     drawn_as: ClassVar[DrawnAs] = "regions"  # how objects and the heat map are drawn on a slide (`draw_overlay`)
     object_score: ClassVar[str] = "probability"  # name of the measurement of an object that states its score
