@@ -123,10 +123,13 @@ class SlideProgress(ProgressBar):
         elif outcome.state == "waiting":
             line = f"{outcome.path.name}: {outcome.reason}"
         elif outcome.state == "skipped":
-            line = f"{outcome.path.name}: skipped, already done"
+            line = f"{outcome.path.name}: skipped, {outcome.reason or 'already done'}"
         else:
             line = f"{outcome.path.name}: {read_sentence(outcome.folder)}"
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        if outcome.state == "done" and outcome.reason:
+            line = f"{outcome.path.name}: {outcome.reason}"
+            self._console.print(line, style="yellow", highlight=False, soft_wrap=True, markup=False)
         for warning in outcome.warnings:
             line = f"{outcome.path.name}: Warning: {warning}"
             self._console.print(line, style="yellow", highlight=False, soft_wrap=True, markup=False)
