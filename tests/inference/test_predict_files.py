@@ -299,10 +299,10 @@ def test_corrections_are_never_replaced(predicted: tuple[tuple[object, ...], Pat
         path.write_text(content)
         again = call(*words)
         assert again.exit_code == 0, again.output
-        assert again.output.startswith(
+        assert (
             f"a.png: skipped, objects.geojson has changed since the prediction, such as by corrections, and is kept; "
             f"to predict the slide again, choose another folder with --out, or delete {path.parent}.\n"
-        )
+        ) in again.output
         assert path.read_text() == content
     for changes in (["--threshold", 0.9, "--reuse"], ["--embedding"], ["--rotations", 2]):
         refused = call(*words, *changes)
@@ -642,7 +642,7 @@ def test_two_processes_share_the_slides_and_do_not_disturb_each_other(
     time.sleep(0.2)
     assert second.poll() is None, "it waits for the first"
     (tmp_path / "go-1").touch()
-    printed = [process.communicate(timeout=60)[0].splitlines() for process in (first, second)]
+    printed = [process.communicate(timeout=60)[0].splitlines()[1:] for process in (first, second)]
     assert [process.returncode for process in (first, second)] == [0, 0]
     assert printed[0][0].startswith("a.png: tumor in")
     assert printed[0][1] == "b.tif: skipped, already done"

@@ -123,7 +123,7 @@ def predict(
             min=0,
             max=64,
             help="Processes that normalize stains, and find and outline objects, while the network computes. By "
-            "default 0 on the CPU; on a GPU half as many as CPU cores, at most 8, if the objects are outlined.",
+            "default 0 on the CPU; on a GPU two fewer than CPU cores, at most 16, if the objects are outlined.",
         ),
     ] = None,
     profile: Annotated[
