@@ -419,8 +419,8 @@ def test_train_by_name_from_a_pretrained_model(tmp_path: Path) -> None:
     assert lines[0] == "11 of 11 layers start from tumor-pcam-n8, at 0.1 of the learning rate; none is fresh."
     assert lines[1] == "tumor-pcam-n8 was trained on a sample of PCam (terms of the data: CC0)."
     assert lines[2] == (
-        "Training: at most 1 epochs of 2 steps, each with 4 windows. After Ctrl-C, the same command resumes it from its "
-        "last checkpoint. There is one after each epoch."
+        "Training: at most 1 epoch of 2 steps, each with 4 windows. After Ctrl-C, the same command resumes it from "
+        "its last checkpoint. There is one after each epoch."
     )
     assert "loss" in lines[3]
     wrong = run(

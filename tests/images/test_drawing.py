@@ -191,7 +191,10 @@ def test_crops_are_centered_on_their_objects_and_large_enough() -> None:
 
 def test_an_outline_or_marks_at_the_edges_show_which_object_a_crop_is_about() -> None:
     pixels = np.full((400, 400, 3), RED, np.uint8)
-    outlined, point = square(192, 192, 16, score=0.9), SlideObject(Point(200.0, 200.0), "annotation", "m", RED, {"score": 1})
+    outlined, point = (
+        square(192, 192, 16, score=0.9),
+        SlideObject(Point(200.0, 200.0), "annotation", "m", RED, {"score": 1}),
+    )
     with as_slide(pixels, 0.25) as slide:
         sheet = np.asarray(draw_crops(slide, {"Highest score": [(1, outlined), (2, point)]}, "score"))
     top = int(np.flatnonzero((sheet == RED).all(axis=2).any(axis=1))[0])
@@ -200,7 +203,9 @@ def test_an_outline_or_marks_at_the_edges_show_which_object_a_crop_is_about() ->
     assert (rows.min(), rows.max(), columns.min(), columns.max()) == (56, 72, 56, 72)
     assert len(rows) == 4 * 16, "a thin line"
     middle = CROP_PX // 2
-    assert all((second[row, column] == INK).all() for row, column in ((0, middle), (middle, 0), (-1, middle), (middle, -1)))
+    assert all(
+        (second[row, column] == INK).all() for row, column in ((0, middle), (middle, 0), (-1, middle), (middle, -1))
+    )
     inside = second[drawing.TICK_PX + 2 : -drawing.TICK_PX - 2, drawing.TICK_PX + 2 : -drawing.TICK_PX - 2]
     assert (inside == RED).all(), "nothing is drawn on the object"
 

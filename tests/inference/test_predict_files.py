@@ -363,7 +363,7 @@ def test_files_that_a_person_has_added_to_results_are_kept(
 def test_a_damaged_file_of_objects_is_predicted_again_and_set_aside(
     predicted: tuple[tuple[object, ...], Path], tmp_path: Path
 ) -> None:
-    """It may contain corrections, if it was cut off while a person saved it. Nothing is set aside if nothing is lost."""
+    """It may contain corrections, if it was cut off while a person saved it. Only what would be lost is kept."""
     words, path = predicted
     content = path.read_bytes()
     for number, damaged in enumerate((b'{"features": [my corr', b'{"features": [other')):

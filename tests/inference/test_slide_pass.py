@@ -1024,9 +1024,9 @@ def test_a_slide_without_tissue_is_reported() -> None:
 def test_enlarged_pixels_are_reported() -> None:
     (warning,) = warn(draw_tissue()[0][:200, :200], 0.5)
     assert warning == (
-        "The slide has 0.5 µm/px, and was enlarged 2 times to the 0.25 µm/px of the model; details that the model needs "
-        "are missing, so check a part of the results, and scan the slide at a higher magnification or use a model for "
-        "this spacing."
+        "The slide has 0.5 µm/px, and was enlarged 2 times to the 0.25 µm/px of the model; details that the model "
+        "needs are missing. Check a part of the results; scan the slide at a higher magnification, or use a model for "
+        "its pixel spacing."
     )
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rotopath.recipe import Recipe
 from rotopath.inference.predict_files import SlideOutcome
+from rotopath.recipe import Recipe
 from rotopath.reports.progress import SlideProgress, StudyProgress, TrainingProgress
 from rotopath.studies.jobs import JobState
 from rotopath.studies.plan import Part, Study

@@ -127,8 +127,8 @@ def describe_corrections(paths: Sequence[Path]) -> list[Finding]:
     """
     untouched, corrected, findings = [], [], []
     for path in paths:
-        names = (entry.name for entry in path.parent.iterdir())
-        if others := sorted(name for name in names if name.endswith(JSON_SUFFIXES) and name not in RESULTS):
+        entries = (entry.name for entry in path.parent.iterdir())
+        if others := sorted(name for name in entries if name.endswith(JSON_SUFFIXES) and name not in RESULTS):
             message = f"is not read, but only {path.name} beside it; if it contains the corrections, rename it."
             findings.append(Finding(str(path.with_name(others[0])), message))
         try:
@@ -141,7 +141,9 @@ def describe_corrections(paths: Sequence[Path]) -> list[Finding]:
         except (UnreadableFileError, OSError, KeyError, TypeError, ValueError, AttributeError):
             continue
         corrected.append(f"{path.parent.name} ({changes})" if changes else path.parent.name)
-    unchecked = "as predicted, and become annotations; if nobody has checked them, delete their folders, and import again"
+    unchecked = (
+        "as predicted, and become annotations; if nobody has checked them, delete their folders, and import again"
+    )
     for names, what in ((untouched, unchecked), (corrected, "corrected")):
         if names:
             listed = ", ".join(names[:MAX_RESULTS_LISTED]) + (", ..." if len(names) > MAX_RESULTS_LISTED else "")

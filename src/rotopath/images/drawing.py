@@ -219,7 +219,9 @@ def scale_bar_um(longest_um: float) -> float:
 def draw_crops(slide: Slide, groups: Mapping[str, Sequence[tuple[int, SlideObject]]], measurement: str) -> Image.Image:
     """Return a sheet of crops around objects, each with the outline of its object, or with marks that point to it.
 
-    The outline is thin, and the marks are at the edges, because the pixels of the object are to be judged. `groups` maps titles to objects and their numbers. Each crop is centered on an object, and has a side of MIN_CROP_UM
+    The outline is thin, and the marks are at the edges, because the pixels of the object are to be judged.
+
+    `groups` maps titles to objects and their numbers. Each crop is centered on an object, and has a side of MIN_CROP_UM
     or is large enough for the object. The text below a crop is the number of the object, the value of its
     `measurement`, and the side of the crop in µm if it is not MIN_CROP_UM.
     """

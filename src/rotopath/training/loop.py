@@ -138,10 +138,10 @@ def _describe_steps(recipe: Recipe, is_resumed: bool) -> str:
     most = "at most " if recipe.can_stop_early else ""
     begun = "It resumes from its last checkpoint. " if is_resumed else ""
     between = f", and every {recipe.checkpoint_steps:,} steps" if recipe.checkpoint_steps < recipe.step_count else ""
+    epochs = f"{most}{recipe.epochs:,} epoch{'s' if recipe.epochs > 1 else ''}"
     return (
-        f"Training: {most}{recipe.epochs:,} epochs of {recipe.step_count:,} steps, each with {recipe.batch_size:,} "
-        f"windows. {begun}After Ctrl-C, the same command resumes it from its last checkpoint. There is one after each "
-        f"epoch{between}."
+        f"Training: {epochs} of {recipe.step_count:,} steps, each with {recipe.batch_size:,} windows. {begun}After Ctrl-C, "
+        f"the same command resumes it from its last checkpoint. There is one after each epoch{between}."
     )
 
 
