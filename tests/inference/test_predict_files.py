@@ -532,7 +532,7 @@ def test_a_full_disk_stops_all_slides_in_one_sentence(
     monkeypatch.setattr(predict_files, "write_pyramid", fail)
     result = call(MODEL, images, "--out", tmp_path / "out", "--spacing-um-px", 1.0)
     assert result.exit_code == 2
-    assert result.output.splitlines() == [
+    assert result.stderr.splitlines() == [
         f"rotopath: The disk of {tmp_path / 'out'} or of the folder for temporary files ({tempfile.gettempdir()}) is "
         f"full; free some space, and run the same command again: finished slides are skipped."
     ]
@@ -642,7 +642,8 @@ def test_two_processes_share_the_slides_and_do_not_disturb_each_other(
     time.sleep(0.2)
     assert second.poll() is None, "it waits for the first"
     (tmp_path / "go-1").touch()
-    printed = [process.communicate(timeout=60)[0].splitlines()[1:] for process in (first, second)]
+    outputs = [process.communicate(timeout=60)[0] for process in (first, second)]
+    printed = [[line for line in output.splitlines() if " slides to predict. " not in line] for output in outputs]
     assert [process.returncode for process in (first, second)] == [0, 0]
     assert printed[0][0].startswith("a.png: tumor in")
     assert printed[0][1] == "b.tif: skipped, already done"

@@ -87,9 +87,8 @@ def test_without_a_terminal_slides_are_counted_and_tiles_sometimes(
     else:
         assert text.splitlines() == [
             "2 slides to predict. If it is interrupted, the same command skips those that are finished.",
-            "a.svs: 2 of 120 tiles, about 10 min left",
-            "a.svs: 14 of 120 tiles, about 9 min left",
-            "a.svs: 26 of 120 tiles, about 8 min left",
-            "a.svs: 38 of 120 tiles, about 7 min left",
+            "a.svs: 13 of 120 tiles, about 9 min left",
+            "a.svs: 25 of 120 tiles, about 8 min left",
+            "a.svs: 37 of 120 tiles, about 7 min left",
             "a.svs failed: It is [bold].",
         ]

@@ -122,9 +122,6 @@ class SlideProgress(ProgressBar):
         self._begun = 0.0  # time at which the current slide was begun
 
     def __enter__(self) -> Self:
-        if not self._console.is_terminal:
-            slides = f"{self._count} slides" if self._count != 1 else "1 slide"
-            self._print(f"{slides} to predict. If it is interrupted, the same command skips those that are finished.")
         self._begun = time.monotonic()
         return super().__enter__()
 
@@ -134,6 +131,9 @@ class SlideProgress(ProgressBar):
 
     def show(self, slide: Path, done: int, tiles: int) -> None:
         """Show the progress of the current slide: `done` of `tiles` tiles are predicted. `slide` is its path."""
+        if self._current is None and not self._console.is_terminal:  # not before, because options may be refused
+            slides = f"{self._count} slides" if self._count != 1 else "1 slide"
+            self._print(f"{slides} to predict. If it is interrupted, the same command skips those that are finished.")
         if slide != self._current:
             self._current = slide
             self._bar.reset(self._tiles, total=tiles, visible=True, description=slide.name)

@@ -140,8 +140,8 @@ def _describe_steps(recipe: Recipe, is_resumed: bool) -> str:
     between = f", and every {recipe.checkpoint_steps:,} steps" if recipe.checkpoint_steps < recipe.step_count else ""
     epochs = f"{most}{recipe.epochs:,} epoch{'s' if recipe.epochs > 1 else ''}"
     return (
-        f"Training: {epochs} of {recipe.step_count:,} steps, each with {recipe.batch_size:,} windows. {begun}After Ctrl-C, "
-        f"the same command resumes it from its last checkpoint. There is one after each epoch{between}."
+        f"Training: {epochs} of {recipe.step_count:,} steps, each with {recipe.batch_size:,} windows. {begun}After "
+        f"Ctrl-C, the same command resumes it from its last checkpoint. There is one after each epoch{between}."
     )
 
 
