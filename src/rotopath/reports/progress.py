@@ -98,7 +98,7 @@ class TrainingProgress(ProgressBar):
             self._bar.update(self._task, score=f"  validation accuracy {accuracy}")
             validation = f"validation loss {row['validation_loss']:.4f}, validation accuracy {accuracy}"
             self._print(f"{epoch}: loss {row['loss']:.4f}, {validation}, {speed}")
-        elif row["images_per_second"]:
+        elif row["images_per_second"] and row["step"] * epochs % row["steps"]:  # else, the line of the epoch follows
             left = (row["steps"] - row["step"]) * self._recipe.batch_size / row["images_per_second"]
             steps = f"step {row['step']:g} of {row['steps']:g}"
             line = f"{epoch}, {steps}: loss {row['loss']:.4f}, {speed}, about {_format_duration(left)} left"
