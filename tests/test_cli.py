@@ -388,6 +388,27 @@ def test_recipes_lists_the_recipes_of_the_package() -> None:
     assert result.stdout.count("with the settings of Lafarge et al. (2020).") == 3
 
 
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_an_interrupted_training_promises_to_resume_only_from_a_checkpoint(
+    has_checkpoint: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+
+    def stop(*_: object, **__: object) -> None:
+        folder.mkdir()
+        if has_checkpoint:
+            (folder / "resume.ckpt").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rotopath.training.train", stop)
+    result = run("train", "tumor", "--set", f"data={tmp_path}", "--out", str(folder))
+    assert result.exit_code == 130
+    again = "The command was interrupted; run the same command again"
+    resumed = f" to resume the work in {folder}" if has_checkpoint else ""
+    note = "" if has_checkpoint else ": it begins with the first step, because there was no checkpoint yet"
+    assert result.stderr == f"rotopath: {again}{resumed}{note}.\n"
+
+
 def test_train_by_name_from_a_pretrained_model(tmp_path: Path) -> None:
     settings = ("steps=2", "epochs=1", "batch=4", "accelerator=cpu", "mining=false", f"data={tmp_path / 'data'}")
     pcam(tmp_path / "data", (16, 8, 8))
@@ -397,7 +418,11 @@ def test_train_by_name_from_a_pretrained_model(tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[0] == "11 of 11 layers start from tumor-pcam-n8, at 0.1 of the learning rate; none is fresh."
     assert lines[1] == "tumor-pcam-n8 was trained on a sample of PCam (terms of the data: CC0)."
-    assert "loss" in lines[2]
+    assert lines[2] == (
+        "Training: at most 1 epoch of 2 steps, each with 4 windows. After Ctrl-C, the same command resumes it from "
+        "its last checkpoint. There is one after each epoch."
+    )
+    assert "loss" in lines[3]
     wrong = run(
         "train", "tumor", *words, "--set", "orientations=4", "--from", "tumor-pcam-n8", "--out", str(tmp_path / "b")
     )

@@ -52,6 +52,7 @@ BATCH = 200  # number of cases that a process runs one after another
 COUNTS, UNCHANGED = "counts.json", "unchanged"
 TESTS = Path(__file__).parents[1] / "tests"  # contains functions that write slides of some formats
 EXIT_TRACEBACK = 70
+KEPT = "has changed since the prediction"  # printed of objects that a person may have corrected
 HEADER_BYTES = 2048
 MODEL = "tumor-pcam-n8"
 ODD_VALUES: tuple[Any, ...] = (
@@ -117,7 +118,9 @@ class Format:
     change: Callable[[random.Random, bytes], Change]
     weight: float = 1.0  # fraction of the cases, relative to other formats: less for slow commands
     expected: tuple[int, ...] = field(default=(0,))  # exit codes of the valid input
-    restored: str = ""  # file that a command must write again, exactly as it was, if it is changed
+    # File that a command must write again, exactly as it was, if it is changed. If it is the file that was changed, and
+    # is still whole, the command may keep it, and say so.
+    restored: str = ""
 
 
 # Changes of bytes
@@ -710,9 +713,20 @@ class Case:
             return UNCHANGED if code in self.entry.expected else f"exit code {code}: {text.strip()}"
         outcome = judge(code, text, self.change(corpus).must_refuse)
         if outcome == "ok" and self.entry.restored:
-            template, written = (root / self.entry.folder / self.entry.restored for root in (corpus, work))
-            return "ok" if template.read_bytes() == written.read_bytes() else "silently wrong"
+            paths = (root / self.entry.folder / self.entry.restored for root in (corpus, work))
+            template, written = (path.read_bytes() for path in paths)
+            is_kept = written == self.change(corpus).content and is_json(written) and KEPT in text
+            return "ok" if written == template or is_kept else "silently wrong"
         return outcome
+
+
+def is_json(content: bytes) -> bool:
+    """Return whether a file is whole, so that a person may have saved it."""
+    try:
+        json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def run_case(case: Case, corpus: Path, work: Path) -> tuple[str, str]:

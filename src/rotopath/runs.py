@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import rotopath
 from rotopath import pretrained
 from rotopath.data.dataset import SAME_SPACING
+from rotopath.data.manifest import MANIFEST
 from rotopath.environment import start_fork_server
 from rotopath.images import Slide
 from rotopath.images.geojson import SlideObject
@@ -420,13 +421,16 @@ class Parent:
         data = self.describe()["data"]
         assert isinstance(data, dict)
         source = data.get("title") or data.get("source") or "unknown data"
-        terms = f"terms of the data: {data['terms']}" if "terms" in data else "check the terms of its data"
+        terms = f" (terms of the data: {data['terms']})" if "terms" in data else " (check the terms of its data)"
+        own = self.provenance.get("data")
+        if source == MANIFEST and isinstance(own, dict) and "path" in own:  # a user knows the terms of own data
+            source, terms = own["path"], ""
         spacing, own = self.info.task.spacing_um_px, recipe.make_task().spacing_um_px
         note = "" if abs(spacing / own - 1) <= SAME_SPACING else f" It reads {spacing:g} µm/px, this training {own:g}."
         return [
             f"{len(self.taken_layers)} of {total} layers start from {self.name}, at {recipe.from_rate:g} of the "
             f"learning rate{frozen}; {fresh_text}.",
-            f"{self.name} was trained on {source} ({terms}).{note}",
+            f"{self.name} was trained on {source}{terms}.{note}",
         ]
 
 

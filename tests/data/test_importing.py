@@ -20,9 +20,9 @@ from rotopath.data import DataError, Dataset, check, export_data, import_data, o
 from rotopath.data.annotations import parse_objects, parse_points, read_objects, read_points
 from rotopath.data.import_masks import decode_runs, encode_runs
 from rotopath.images import UnreadableFileError
-from rotopath.images.geojson import read_geojson
+from rotopath.images.geojson import SlideObject, read_geojson, write_geojson, write_rows
 from rotopath.images.outlines import Point
-from rotopath.writing import BusyError
+from rotopath.writing import BusyError, identify_file
 
 SIZE = (60, 80)  # height and width of images
 NUCLEI = ((10, 12), (12, 60), (30, 33), (48, 15), (45, 66))  # row and column of the centers of dark discs
@@ -222,6 +222,54 @@ def test_next_round_keeps_the_splits_of_an_earlier_import(tmp_path: Path) -> Non
     rows = [(tmp_path / name / "manifest.csv").read_text() for name in ("second", "third")]
     assert rows[0] == rows[1]
     assert len(again.samples) == 8
+
+
+def predicted_results(root: Path, name: str, count: int = 6) -> Path:
+    """Write a folder of results as `rotopath predict` does, with points in a row, and return the file of objects."""
+    write_image(root / "more" / name, tissue())
+    objects = [SlideObject(Point(30, 10 * i), "detection", "cell") for i in range(count)]
+    path = root / "results" / name / "objects.geojson"
+    path.parent.mkdir(parents=True)
+    write_geojson(path, objects)
+    with path.with_name("objects.csv").open("w", newline="", encoding="utf-8") as file:
+        assert len(list(write_rows(objects, file))) == count
+    files = {path.name: identify_file(path) for path in sorted(path.parent.iterdir())}
+    write_json(path.with_name("summary.json"), {"slide": {"spacing_um_px": 0.25}, "files": files})
+    return path
+
+
+def test_notes_state_which_predictions_are_corrected_and_how(tmp_path: Path) -> None:
+    """By identifiers, or else by positions. Nobody may have looked at the others, which become annotations, too."""
+    names = ["a.png", "b.png", "c.png", "d.png", "e.png"]
+    paths = {name: predicted_results(tmp_path, name) for name in names}
+    for name in ("c.png", "d.png"):
+        features = json.loads(paths[name].read_text())["features"]
+        features[0]["geometry"]["coordinates"][0] += 3  # moved
+        features[1]["properties"]["classification"]["name"] = "other"
+        del features[2:4]
+        features += [feature("Point", [70, 50], "cell"), feature("Polygon", [square(0, 0, 80)], "Region*")]
+        if name == "d.png":  # an object that has moved without its identifier is deleted and added
+            features = [{key: value for key, value in item.items() if key != "id"} for item in features]
+        write_json(paths[name], features)
+    content = json.loads(paths["e.png"].read_text())
+    write_json(paths["e.png"], content)  # saved without a change
+    dataset = import_data([tmp_path / "more", tmp_path / "results"], tmp_path / "out", read_as="points")
+    assert (
+        "2 of 5 files of results are as predicted, and become annotations; if nobody has checked them, delete their "
+        "folders, and import again: a.png, b.png."
+    ) in note_messages(dataset)
+    assert (
+        "3 of 5 files of results are corrected: c.png (2 deleted, 1 added, 2 changed of 6 predicted), d.png (3 deleted,"
+        " 2 added, 1 changed of 6 predicted), e.png (no object deleted, added or moved of 6 predicted)."
+    ) in note_messages(dataset)
+    assert problem_messages(dataset) == []
+    paths["a.png"].with_name("objects.csv").write_text("edited")
+    paths["a.png"].write_text('{"type": "FeatureCollection", "features": []}')
+    paths["b.png"].with_name("mine.geojson.gz").touch()
+    again = import_data([tmp_path / "more", tmp_path / "results"], tmp_path / "again", read_as="points")
+    assert any("4 of 5 files of results are corrected: a.png, c.png (2 del" in note for note in note_messages(again))
+    (problem,) = problem_messages(again)
+    assert "mine.geojson.gz: is not read, but only objects.geojson beside it; if it contains the corr" in problem
 
 
 def test_next_round_of_labels(tmp_path: Path) -> None:

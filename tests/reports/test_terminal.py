@@ -226,5 +226,7 @@ def test_too_few_cases_have_no_intervals(score: Any) -> None:
     few, enough = (show({"test": score(count)}) for count in (MIN_CASES - 1, MIN_CASES))
     assert "No confidence intervals: there are too few patients, slides or patches." in few
     assert "[" not in few
+    assert "interval over" not in few
+    assert "interval over" in enough
     assert "No confidence intervals" not in enough
     assert "[" in enough

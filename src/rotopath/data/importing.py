@@ -36,8 +36,11 @@ from rotopath.data.dataset import (
 from rotopath.data.formats import open_data
 from rotopath.data.import_masks import MASK_KINDS, MAX_CLASSES, MaskKind, read_mask, read_mat
 from rotopath.data.import_objects import (
+    JSON_SUFFIXES,
+    RESULTS,
     Annotation,
     Classes,
+    describe_corrections,
     expect_known_classes,
     is_rectangle,
     make_coco,
@@ -67,7 +70,6 @@ from rotopath.writing import atomic_folder, hold_lock, remove_leftovers, write_j
 
 ImportAs = Literal["points", "outlines", "regions"]
 Column = Literal["label", "points", "outlines", "regions"]  # of the manifest
-JSON_SUFFIXES = (*GEOJSON_SUFFIXES, ".geojson.gz", ".json.gz")
 TABLE_SUFFIXES = (".csv", ".tsv", ".txt")
 PICTURE_SUFFIXES = IMAGE_SUFFIXES | SLIDE_SUFFIXES
 # Folders and endings of file names that state what a file is, and not to which image it belongs.
@@ -87,7 +89,6 @@ KIND_FOLDERS = MASK_FOLDERS | {
     "mat",
 }
 MASK_ENDING = re.compile(rf"[ _.-]({'|'.join(MASK_WORDS)})s?$", re.IGNORECASE)
-RESULTS = ["objects.geojson", "summary.json"]  # in each folder of results that `rotopath predict` writes
 FILE_OF_FOLDER = {
     "objects",
     "annotations",
@@ -459,6 +460,8 @@ def _read_annotations(
             Finding("", f"left out {count_and_list(skipped, 'file')}, which describe no objects.", is_problem=False)
         )
     notes += [note for _, annotation in annotations for note in annotation.notes]
+    results = [file.path for file, _ in annotations if file.path.name == RESULTS[0]]
+    notes += describe_corrections([path for path in results if path.with_name(RESULTS[1]).is_file()])
     return annotations
 
 

@@ -46,6 +46,7 @@ from rotopath.images.geojson import IGNORED_CLASS, REGION_CLASS, SlideObject, re
 from rotopath.images.outlines import Point, fill_outline
 
 MANIFEST_FILE = "manifest.csv"
+MANIFEST = "manifest"  # source of a dataset that is described by a manifest
 # Fraction of the patients in each split, for random splits if the manifest has no column `split`. For class folders
 # without splits: fraction of the images.
 FRACTIONS = {"train": 0.6, "valid": 0.2, "test": 0.2}
@@ -94,7 +95,7 @@ def open_manifest(path: Path, default_spacing_um_px: float | None = None) -> Dat
             findings += [Finding(row["image"], note, is_problem=False) for note in notes]
         except (DataError, UnreadableFileError) as error:
             findings.append(Finding(path.name, f"line {line}: {error}"))
-    return Dataset(annotated, "manifest", path.parent, tuple(samples), tuple(findings))
+    return Dataset(annotated, MANIFEST, path.parent, tuple(samples), tuple(findings))
 
 
 def find_spacing(path: Path, name: str, text: str, default_um_px: float | None) -> float:

@@ -517,7 +517,8 @@ class SlidePass:
         if (enlargement := 1 / self.view.level0_px) > MAX_ENLARGEMENT:
             warnings.append(
                 f"The slide has {self.slide.spacing_um_px:.3g} µm/px, and was enlarged {enlargement:.2g} times to the "
-                f"{task.spacing_um_px:.3g} µm/px of the model; details that the model needs are missing."
+                f"{task.spacing_um_px:.3g} µm/px of the model; details that the model needs are missing. Check a part "
+                f"of the results; scan the slide at a higher magnification, or use a model for its pixel spacing."
             )
         if task.expects_he and self.tissue.stain_doubt:
             warnings.append(f"The slide does not look like H&E, which the model knows: {self.tissue.stain_doubt}.")
