@@ -108,14 +108,17 @@ class Study:
 def estimate_gpu_hours(study: Study) -> float | None:
     """Return how long the trainings of a study take at most on an NVIDIA H200, in hours, if several share the GPU.
 
+    The baseline networks that find hard examples are included, one for each part and amount of training data.
+
     None if a network cannot be measured, such as one of the user that fails; its job will report the error. Evaluations
     are not included. The number of steps of a pass is counted in the data; if the data cannot be opened,
     LEAST_PASS_STEPS is assumed.
     """
     seconds_per_step: dict[Recipe, float] = {}
     seconds = 0.0
-    for job in study.jobs:
-        recipe = job.recipe
+    trainings = [job.recipe for job in study.jobs]
+    mined = {(job.part, job.recipe.regime): job.recipe.baseline for job in study.jobs if job.recipe.mining is not None}
+    for recipe in (*trainings, *mined.values()):
         network = replace(recipe, seed=0, regime=None, steps=1)  # what the time of a step depends on
         try:
             if network not in seconds_per_step:
