@@ -170,6 +170,12 @@ def test_data_show_draws_a_contact_sheet(tmp_path: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["sheet.png"]
 
 
+@pytest.mark.parametrize("command", ["check", "show", "export"])
+def test_help_names_the_folder_of_an_import_first(command: str) -> None:
+    words = " ".join(run("data", command, "--help").stdout.replace("│", " ").split())
+    assert "Dataset: the folder that `rotopath data import` has written; a manifest (CSV file);" in words
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -8,7 +8,7 @@ rounded. `importing` finds the images.
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.spatial import KDTree
 
-from rotopath.data.annotations import GEOJSON_SUFFIXES, AnnotationError, read_aperio_outlines, read_aperio_spacing_um_px
+from rotopath.data.annotations import (
+    GEOJSON_SUFFIXES,
+    AnnotationError,
+    is_rectangle,
+    read_aperio_outlines,
+    read_aperio_spacing_um_px,
+)
 from rotopath.data.dataset import DataError, Finding, Sample, annotated_size_px, count_and_list, read_csv
 from rotopath.data.import_masks import MAX_MASK_PX, decode_runs, encode_runs
 from rotopath.images.files import UnreadableFileError
@@ -400,14 +406,6 @@ def _make_coco_shape(item: SlideObject, size_px: tuple[int, int], are_points: bo
     return {"bbox": box, "area": area, **more}
 
 
-def is_rectangle(shape: tuple[Polygon, ...]) -> bool:
-    """Return whether an outline is a rectangle with sides along rows and columns."""
-    if len(shape) != 1 or shape[0].holes or len(shape[0].outer) != 4:
-        return False
-    steps = np.diff(shape[0].outer, axis=0, append=shape[0].outer[:1])
-    return bool(((steps == 0).sum(axis=1) == 1).all())
-
-
 # CSV
 
 
@@ -522,12 +520,18 @@ def _to_number(text: str) -> float | None:
 
 
 def parse_classes(text: str | None) -> dict[str, str]:
-    """Return the new name of each class in a text such as "1=tumor,2=stroma,3=": an empty name removes the class."""
+    """Return the new name of each class in a text such as "1=tumor,2=stroma,3=": an empty name removes the class.
+
+    In "=tumor", the old name is empty: this is the class of objects that have none.
+    """
     renamed: dict[str, str] = {}
     for part in (text or "").split(",") if text else ():
         old, equals, new = part.partition("=")
-        if not equals or not old.strip():
-            raise DataError(f"--classes contains {part!r}; expected OLD=NEW, or OLD= to leave out the class OLD.")
+        if not equals or not part.strip(" ="):
+            raise DataError(
+                f"--classes contains {part!r}; expected OLD=NEW, or OLD= to leave out the class OLD, or =NEW for "
+                f"objects without a class."
+            )
         renamed[old.strip()] = new.strip()
     return renamed
 
@@ -546,11 +550,13 @@ def rename_classes(annotation: Sequence[SlideObject], renamed: Mapping[str, str]
     return kept
 
 
-def expect_known_classes(renamed: Mapping[str, str], present: Iterable[str]) -> None:
-    """Raise DataError if a class that is renamed does not exist."""
+def expect_known_classes(renamed: Mapping[str, str], present: Collection[str]) -> None:
+    """Raise DataError if a class that is renamed does not exist. The class "" is that of objects without a class."""
     names = sorted(set(present) - {""})
-    if unknown := [name for name in renamed if name not in names]:
-        raise DataError(
-            f"--classes renames {unknown[0]!r}, but the sources have no such class; they have "
-            f"{count_and_list(names, 'class') if names else 'no classes'}."
+    if unknown := [name for name in renamed if name not in present]:
+        fault = (
+            f"renames {unknown[0]!r}, but the sources have no such class"
+            if unknown[0]
+            else f"contains '={renamed['']}', but the sources have nothing without a class"
         )
+        raise DataError(f"--classes {fault}; they have {count_and_list(names, 'class') if names else 'no classes'}.")
