@@ -1,7 +1,8 @@
-"""Make files once that several test processes read, and hold locks as another process does."""
+"""Make files once that several test processes read, hold locks as another process does, and put pipes into folders."""
 
 import fcntl
 import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,3 +36,17 @@ def hold_elsewhere(path: Path) -> Iterator[None]:
             yield
         finally:
             thread.submit(lock.__exit__, None, None, None).result()
+
+
+@contextmanager
+def pipe_at(path: Path, longest_s: int = 30) -> Iterator[None]:
+    """Replace a file by a pipe, and fail if the block waits: a pipe waits until another program writes to it."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"the program waits for the pipe {path}"))
+    signal.alarm(longest_s)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

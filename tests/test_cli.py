@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
@@ -16,6 +15,7 @@ from layouts import amida13, kumar, pcam, pixels, write_csv, write_image
 from PIL import Image
 from rich.console import Console
 from scanner_files import write_svs
+from sharing import pipe_at
 from typer.testing import CliRunner, Result
 
 import rotopath
@@ -168,6 +168,12 @@ def test_data_show_draws_a_contact_sheet(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in out.parent.iterdir()] == ["sheet.png"]
+
+
+@pytest.mark.parametrize("command", ["check", "show", "export"])
+def test_help_names_the_folder_of_an_import_first(command: str) -> None:
+    words = " ".join(run("data", command, "--help").stdout.replace("│", " ").split())
+    assert "Dataset: the folder that `rotopath data import` has written; a manifest (CSV file);" in words
 
 
 @pytest.mark.parametrize(
@@ -385,7 +391,28 @@ def test_recipes_lists_the_recipes_of_the_package() -> None:
     assert result.exit_code == 0
     for name in ("mitosis", "nuclei", "tumor"):
         assert f"{name} " in result.stdout
-    assert result.stdout.count("with the settings of Lafarge et al. (2020), where they state them.") == 3
+    assert result.stdout.count("with the settings of Lafarge et al. (2020).") == 3
+
+
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_an_interrupted_training_promises_to_resume_only_from_a_checkpoint(
+    has_checkpoint: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+
+    def stop(*_: object, **__: object) -> None:
+        folder.mkdir()
+        if has_checkpoint:
+            (folder / "resume.ckpt").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rotopath.training.train", stop)
+    result = run("train", "tumor", "--set", f"data={tmp_path}", "--out", str(folder))
+    assert result.exit_code == 130
+    again = "The command was interrupted; run the same command again"
+    resumed = f" to resume the work in {folder}" if has_checkpoint else ""
+    note = "" if has_checkpoint else ": it begins with the first step, because there was no checkpoint yet"
+    assert result.stderr == f"rotopath: {again}{resumed}{note}.\n"
 
 
 def test_train_by_name_from_a_pretrained_model(tmp_path: Path) -> None:
@@ -397,7 +424,11 @@ def test_train_by_name_from_a_pretrained_model(tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[0] == "11 of 11 layers start from tumor-pcam-n8, at 0.1 of the learning rate; none is fresh."
     assert lines[1] == "tumor-pcam-n8 was trained on a sample of PCam (terms of the data: CC0)."
-    assert "loss" in lines[2]
+    assert lines[2] == (
+        "Training: at most 1 epoch of 2 steps, each with 4 windows. After Ctrl-C, the same command resumes it from "
+        "its last checkpoint. There is one after each epoch."
+    )
+    assert "loss" in lines[3]
     wrong = run(
         "train", "tumor", *words, "--set", "orientations=4", "--from", "tumor-pcam-n8", "--out", str(tmp_path / "b")
     )
@@ -620,26 +651,14 @@ def test_slides_refuses_a_file_in_one_sentence_and_describes_the_others(tmp_path
     ],
 )
 def test_a_pipe_is_refused_and_not_waited_for(name: str, command: str, tmp_path: Path) -> None:
-    """Reading a pipe waits until another program writes to it."""
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     if path.parent.name == "run":
         shutil.copytree(pretrained.HOME / "tumor-pcam-n8", path.parent, dirs_exist_ok=True)
-        path.unlink()
     image = write_image(tmp_path / "image.png", pixels(90, 90))
-    os.mkfifo(path)
     places = {"folder": tmp_path, "out": tmp_path / "out", "image": image}
-
-    def give_up(*_: object) -> None:
-        pytest.fail("the command waits for the pipe")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(30)
-    try:
+    with pipe_at(path):
         result = run(*command.format(path, **places).split())
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
     assert result.exit_code in (1, 2)
     assert "is a pipe, a socket or a device and not a file" in result.output
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+import textwrap
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
+from multiprocessing import get_all_start_methods
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,26 @@ def test_the_time_is_in_utc() -> None:
     time = datetime.fromisoformat(now())
     assert time.utcoffset() == timedelta(0)
     assert abs(time - datetime.now(UTC)) < timedelta(seconds=60)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("forkserver" not in get_all_start_methods(), reason="processes are not forked from a server")
+def test_ctrl_c_does_not_interrupt_the_server_of_other_processes(tmp_path: Path) -> None:
+    """A terminal sends it to all processes. The server would print a traceback while it imports packages."""
+    script = """
+        import os, signal, sys, time
+        from rotopath.environment import start_fork_server
+        start_fork_server()
+        assert "torch" not in sys.modules, "both processes import it at the same time"
+        try:
+            time.sleep(0.3)
+            os.killpg(0, signal.SIGINT)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    command = [sys.executable, tmp_path / "script.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=120, check=False)
+    assert ended.stdout == "interrupted\n"
+    assert not ended.stderr

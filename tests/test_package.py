@@ -78,6 +78,38 @@ def test_the_table_of_packages_states_what_the_index_knows(
     assert row["released"] == ("2026-01-02" if version == "1.0" else "unknown")
 
 
+def test_each_pinned_package_has_hashes() -> None:
+    hashes = dependencies.read_hashes(dependencies.HASHES), dependencies.read_hashes(dependencies.TORCH_HASHES)
+    pins = [f"{name}=={version}" for name, version in dependencies.read_pins().items()]
+    assert sorted([*hashes[0], *hashes[1]]) == sorted(pins)
+    assert "torch==2.13.0" in hashes[1]
+    for digests in [*hashes[0].values(), *hashes[1].values()]:
+        assert digests
+        assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
+
+
+@pytest.mark.parametrize(
+    ("version", "url", "sha256", "own", "others"),
+    [
+        ("2.13.0", "https://files.pythonhosted.org/torch.whl", "aa", 0, 0),
+        ("2.13.0", "https://files.pythonhosted.org/torch.whl", "bb", 0, 1),
+        ("2.13.0", "https://files.pythonhosted.org/torch.whl", None, 0, 1),
+        ("2.13.0+cpu", "https://download.pytorch.org/torch.whl", "bb", 1, 0),
+        ("2.13.0", "file:///wheels/torch.whl", "bb", 1, 0),
+    ],
+)
+def test_installed_files_without_a_known_hash_are_found(
+    version: str, url: str, sha256: str | None, own: int, others: int
+) -> None:
+    archive = {"hashes": {} if sha256 is None else {"sha256": sha256}}
+    package = {
+        "metadata": {"name": "torch", "version": version},
+        "download_info": {"url": url, "archive_info": archive},
+    }
+    found = dependencies.check({"install": [package]}, {"aa"})
+    assert [len(sentences) for sentences in found] == [own, others]
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'rotate_the_slide'"):
         _ = rp.rotate_the_slide

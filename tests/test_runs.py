@@ -18,7 +18,7 @@ from rotopath.inference import predict
 from rotopath.model_file import MODEL, WEIGHTS, ModelInfo, RunError, read_json
 from rotopath.models import FrozenNetwork
 from rotopath.recipe import Recipe
-from rotopath.runs import Run, _choose_dtype, _find_device
+from rotopath.runs import Run, _choose_dtype, find_device
 from rotopath.tasks import TUMOR
 from rotopath.writing import write_json
 
@@ -67,7 +67,7 @@ def test_unknown_precisions_are_refused(device: torch.device, precision: str) ->
 @pytest.mark.parametrize("device", ["meta", "mps", "xpu", "tpu", ""])
 def test_unknown_devices_are_refused(device: str) -> None:
     with pytest.raises(RunError, match="choose cpu or cuda"):
-        _find_device(device)
+        find_device(device)
 
 
 def test_preparing_a_run_for_inference_leaves_its_network_unchanged(
@@ -85,7 +85,7 @@ def test_preparing_a_run_for_inference_leaves_its_network_unchanged(
         run.predict(np.zeros((100, 100, 3), np.uint8), spacing_um_px=1.0, device="cpu", precision="16")
     with pytest.raises(RunError, match="There is no backend 'tensorflow'; choose torch or onnxruntime"):
         run.prepare("cpu", backend="tensorflow")
-    monkeypatch.setattr(runs, "_find_device", lambda _: torch.device("meta"))  # in place of a GPU
+    monkeypatch.setattr(runs, "find_device", lambda _: torch.device("meta"))  # in place of a GPU
     with pytest.raises(RunError, match="onnxruntime is for the CPU, but the device is meta; choose the device cpu"):
         run.prepare("cuda", backend="onnxruntime")
 

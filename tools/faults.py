@@ -8,6 +8,7 @@ takes seconds. The faults are:
 - SIGKILL, SIGTERM: sent to the process of the command, or to all its processes, at a random moment.
 - full disk: the disk of the output has a random size that is too small (a tmpfs; needs Linux and root, or user
   namespaces). Then it gets larger.
+- full temporary disk: so does the disk of the folder for temporary files, for commands that write such files.
 - at once: the command runs in two processes with one `--out`.
 - killed worker: a worker of a local Dask cluster gets SIGKILL. The command itself survives this, unless no worker has
   started yet.
@@ -27,6 +28,7 @@ import argparse
 import csv
 import io
 import json
+import multiprocessing.util
 import os
 import random
 import re
@@ -54,6 +56,7 @@ ROOM_BYTES = 2**30  # on the disk, after it was full
 COLUMNS = ("command", "fault", "cases", "clean", "identical", "leftovers")
 TIMES = {"begun", "finished", "exported", "written", "seconds", "seconds_of_stages", "hardware", "images_per_second"}
 MODEL = "tumor-pcam-n8"
+OUTLINING = "nuclei-kumar-n8"  # its maps of objects, and its workers, need many temporary files
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,7 @@ def _be_process(words: Sequence[str], folder: Path) -> None:
 
         torch.set_num_threads(1)
         code = run_command(words)
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # private; os._exit leaves its folder
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:
@@ -218,6 +222,23 @@ def finish(words: Sequence[str], folder: Path) -> int:
         while (code := poll()) is None:
             time.sleep(0.01)
         return code
+
+
+def measure_temporary(words: Sequence[str], folder: Path) -> int:
+    """Run a command until its end, and return how many bytes of temporary files it had at the same time."""
+    mount(folder / "tmp", ROOM_BYTES)
+    most = empty = _used_bytes(folder / "tmp")
+    with run_process(words, folder) as poll:
+        while poll() is None:
+            most = max(most, _used_bytes(folder / "tmp"))
+            time.sleep(0.001)
+    unmount(folder / "tmp")
+    return most - empty
+
+
+def _used_bytes(disk: Path) -> int:
+    state = os.statvfs(disk)
+    return (state.f_blocks - state.f_bfree) * state.f_frsize
 
 
 def list_descendants(process: int) -> list[int]:
@@ -289,6 +310,7 @@ class Case:
     words: list[str]
     usual_s: float  # duration of an undisturbed run
     usual_bytes: int  # of its files
+    temporary_bytes: int  # of its temporary files
     rng: random.Random
 
     def sleep(self, poll: Callable[[], int | None]) -> bool:
@@ -320,13 +342,16 @@ def send(number: signal.Signals, case: Case) -> bool:
     return True
 
 
-def fill_disk(case: Case) -> bool:
-    """Run the command on a disk that is too small, and then enlarge the disk. The folder `out` stays mounted."""
-    size = int(case.usual_bytes * (0.02 + 0.9 * case.rng.random())) // 4096 * 4096 + 4096
-    out = case.folder / "out"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", out], check=True)
+def fill_disk(name: str, case: Case) -> bool:
+    """Run the command on a disk that is too small, and then enlarge the disk. The folder stays mounted.
+
+    `name` is that of the folder: `out` for results, or `tmp` for temporary files.
+    """
+    usual = case.usual_bytes if name == "out" else case.temporary_bytes
+    size = int(usual * (0.02 + 0.9 * case.rng.random())) // 4096 * 4096 + 4096
+    mount(case.folder / name, size)
     code = finish(case.words, case.folder)
-    subprocess.run(["mount", "-o", f"remount,size={ROOM_BYTES}", out], check=True)
+    subprocess.run(["mount", "-o", f"remount,size={ROOM_BYTES}", case.folder / name], check=True)
     if code not in (0, 1, 2):
         with (case.folder / "output.txt").open("a") as output:
             output.write(f"Traceback (most recent call last): exit code {code}\n")
@@ -386,7 +411,8 @@ def remove_input(case: Case) -> bool:
 FAULTS: dict[str, Callable[[Case], bool]] = {
     "SIGKILL": partial(send, signal.SIGKILL),
     "SIGTERM": partial(send, signal.SIGTERM),
-    "full disk": fill_disk,
+    "full disk": partial(fill_disk, "out"),
+    "full temporary disk": partial(fill_disk, "tmp"),
     "at once": run_twice,
     "killed worker": kill_worker,
     "removed input": remove_input,
@@ -395,6 +421,7 @@ CASES = {
     "SIGKILL": 0.6,
     "SIGTERM": 0.4,
     "full disk": 0.2,
+    "full temporary disk": 0.2,
     "at once": 0.2,
     "killed worker": 0.1,
     "removed input": 0.1,
@@ -407,9 +434,12 @@ def inject(command: Command, fault: str, cases: int, corpus: Path, work: Path, s
     words = [word.replace("FOLDER", str(folder)) for word in command.words]
     if fault == "killed worker":  # workers have other numbers of threads, and therefore other rounding
         words = [*(words[: words.index("--at-once")] if "--at-once" in words else words), *ON_CLUSTER]
+    if fault == "full temporary disk" and command.name == "predict":
+        words = [{MODEL: OUTLINING, "1": "0.25"}.get(word, word) for word in words] + ["--workers", "1"]
 
     def prepare() -> None:
-        unmount(folder / "out")
+        for name in ("out", "tmp"):
+            unmount(folder / name)
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(corpus / command.folder, folder)
         for name in ("out", "tmp"):
@@ -431,12 +461,18 @@ def inject(command: Command, fault: str, cases: int, corpus: Path, work: Path, s
     usual_s = min(usual_s, measured)
     usual_bytes = sum(path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file())
     counts: Counter[str] = Counter()
+    temporary_bytes = 0
+    if fault == "full temporary disk":
+        prepare()
+        temporary_bytes = measure_temporary(words, folder)
+        if not temporary_bytes:
+            return counts
     number = 0
     while counts["cases"] < cases and number < 5 * cases:
         number += 1
         prepare()
         rng = random.Random(f"{seed} {command.name} {fault} {number}")
-        is_disturbed = FAULTS[fault](Case(command, folder, words, usual_s, usual_bytes, rng))
+        is_disturbed = FAULTS[fault](Case(command, folder, words, usual_s, usual_bytes, temporary_bytes, rng))
         if not is_disturbed:
             continue  # the command had already ended
         again = finish(words, folder)
@@ -451,13 +487,19 @@ def inject(command: Command, fault: str, cases: int, corpus: Path, work: Path, s
             print(
                 f"{command.name}, {fault} {number}: {different=} {leftovers=}, exit code {again}:\n{text}", flush=True
             )
-    unmount(folder / "out")
+    for name in ("out", "tmp"):
+        unmount(folder / name)
     return counts
+
+
+def mount(folder: Path, size: int) -> None:
+    """Mount a disk in memory of `size` bytes."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=True)
 
 
 def unmount(folder: Path) -> None:
     if os.path.ismount(folder):
-        subprocess.run(["umount", folder], check=True)
+        subprocess.run(["umount", "--lazy", folder], check=True)  # a process that was killed may not have ended yet
 
 
 def main() -> None:
@@ -489,6 +531,8 @@ def main() -> None:
                 started = time.monotonic()
                 cases = max(1, round(given.kills / 100 * command.kills * fraction))
                 counts = inject(command, fault, cases, corpus, work, given.seed)
+                if not counts:
+                    continue  # the command writes no temporary files
                 rows.append([command.name, fault, *(counts[column] for column in COLUMNS[2:])])
                 print(*rows[-1], f"{time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     text = io.StringIO()

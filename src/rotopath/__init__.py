@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rotopath import (
+        auditing,
         data,
         evaluation,
         exporting,
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
         tasks,
         training,
     )
+    from rotopath.auditing import audit
     from rotopath.evaluation import evaluate
     from rotopath.exporting import export
     from rotopath.metrics import equivariance_error, equivariance_report
     from rotopath.models.convert import equivariant
     from rotopath.models.convert.cost import conversion_report
     from rotopath.models.freeze import freeze
+    from rotopath.models.symmetrize import symmetrize
     from rotopath.recipe import Recipe
     from rotopath.reports.study_report import report
     from rotopath.runs import load, predict
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "Recipe",
+    "audit",
+    "auditing",
     "conversion_report",
     "data",
     "equivariance_error",
@@ -68,6 +73,7 @@ __all__ = [
     "runs",
     "studies",
     "study",
+    "symmetrize",
     "tasks",
     "train",
     "training",
@@ -75,6 +81,7 @@ __all__ = [
 
 _HOMES = {  # for each public function and class: the module that defines it
     "Recipe": "rotopath.recipe",
+    "audit": "rotopath.auditing",
     "conversion_report": "rotopath.models.convert.cost",
     "equivariance_error": "rotopath.metrics",
     "equivariance_report": "rotopath.metrics",
@@ -86,6 +93,7 @@ _HOMES = {  # for each public function and class: the module that defines it
     "predict": "rotopath.runs",
     "report": "rotopath.reports.study_report",
     "study": "rotopath.studies.jobs",
+    "symmetrize": "rotopath.models.symmetrize",
     "train": "rotopath.training",
 }
 

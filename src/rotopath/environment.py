@@ -5,6 +5,7 @@ This module is in the lowest layer of the package: it imports nothing from rotop
 
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,18 @@ from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from multiprocessing import forkserver, get_all_start_methods, get_context, resource_tracker
+from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import rotopath
 
+if TYPE_CHECKING:
+    import torch
+
+PRELOADED = ["rotopath.tasks"]  # what other processes need; the server from which they are forked imports it once
+GPU_DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))  # on Linux: of NVIDIA, of AMD
 MAX_WINDOWS_PROCESSES = 61  # more cannot be waited for, as in concurrent.futures
 # For each extra (a group of optional packages in pyproject.toml): the names of its modules, as in `import`, and the
 # names of the packages that contain the modules, as in `pip install`.
@@ -106,8 +112,10 @@ def describe_software(packages: Sequence[str] = PACKAGES) -> dict[str, object]:
     }
 
 
-def describe_machine(device: torch.device) -> dict[str, object]:
+def describe_machine(device: "torch.device") -> dict[str, object]:
     """Return the name of a device (GPU or processor), and the number of CPU threads that torch uses."""
+    import torch
+
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {"device": name, "threads": torch.get_num_threads()}
 
@@ -120,6 +128,40 @@ def count_cores() -> int:
 def limit_processes(count: int) -> int:
     """Return how many of `count` processes one process can wait for, which Windows limits."""
     return min(count, MAX_WINDOWS_PROCESSES) if sys.platform == "win32" else count
+
+
+def worker_context() -> BaseContext:
+    """Return the context in which other processes are started.
+
+    Processes that are forked from a process with threads or with a GPU can hang. So they are forked from a server.
+    """
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def start_fork_server() -> None:
+    """Start the server from which other processes are forked, where there is one, and do not wait for it.
+
+    It imports packages while this process does the same, or loads a model. This function therefore does not import
+    torch, and is called as early as possible.
+    """
+    if worker_context().get_start_method() != "forkserver":
+        return
+    resource_tracker.ensure_running()  # `forkserver` starts it otherwise, which would change the mask below
+    # The server inherits that Ctrl-C, which a terminal sends to all processes, is left to this process.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def has_gpu_driver() -> bool:
+    """Return whether this computer seems to have a GPU that torch can use, without importing torch. Only on Linux."""
+    return any(path.exists() for path in GPU_DRIVERS)
 
 
 def now() -> str:

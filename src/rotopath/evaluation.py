@@ -11,10 +11,11 @@ by interpolation, except at multiples of 90°, and the blur alone changes predic
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -27,12 +28,12 @@ from rotopath.data.batches import Cache, SampleReader, open_pixels
 from rotopath.data.sampling import CenterSampler, Ints, SamplerName, SamplerSettings
 from rotopath.data.splits import SPLITS, Split, find_split
 from rotopath.group import covering_size
+from rotopath.group.rotation import SPLINE_REACH
 from rotopath.inference import predict_batch, predict_patches, predict_rotated, predict_rotations
-from rotopath.inference.dense import MAX_ROTATIONS, check_rotations
-from rotopath.inference.tiling import SPLINE_REACH
-from rotopath.metrics.equivariance import measure_robustness, robustness_angles
+from rotopath.inference.dense import MAX_ROTATIONS, FeatureNetwork, check_rotations, predict_realigned
+from rotopath.metrics.equivariance import Robustness, find_nearby_step, measure_robustness, robustness_angles
 from rotopath.model_file import RunError, read_json
-from rotopath.models import DenseNetwork
+from rotopath.models import DenseNetwork, WindowNetwork
 from rotopath.nn import center_crop
 from rotopath.runs import Run
 from rotopath.tasks import Task, TrainingWindow
@@ -48,6 +49,7 @@ ROTATED_BATCH = 32  # number of these windows that are sampled together
 ROTATED_SEED = 1_000_003  # seed for sampling these windows
 SHOWN_WINDOWS = 48  # number of windows whose pixels are saved for figures
 FIELD_PX = 200  # side of the central square of a field (annotated image); only this square is compared over angles
+AVERAGED_ROTATIONS = (4, 8, 16)  # numbers of rotations over which an audit averages predictions
 FOREGROUND = 0.5  # in maps of rotated fields, pixels with at least this probability of an object are foreground
 
 
@@ -117,7 +119,7 @@ def evaluate(
     dataset = open_task_data(task, data or run.recipe.data, spacing_um_px)
     cpu_only = not run.is_pretrained and run.recipe.accelerator == "cpu"
     device = torch.device("cuda" if torch.cuda.is_available() and not cpu_only else "cpu")
-    gather = partial(gather_evidence, task, run.network, device=device, rotations=rotations)
+    iterate = partial(iterate_evidence, task, run.network, device=device, rotations=rotations)
 
     other_data = None if is_own else Path(data or "")
     path = Path(out) if out else evaluation_file(run.output_folder, split, rotations, rule, other_data)
@@ -125,12 +127,15 @@ def evaluate(
     if keeps_rotation and path.exists():
         read_scores(path, split)  # a damaged file is reported at once
 
-    evidence = gather(samples=dataset.split(split), on_progress=partial(on_progress, split))
     point = run.point
     if rotations > 1 or rule is not None:  # the best thresholds may differ from those of the training
-        validation = gather(samples=dataset.split("valid"), on_progress=partial(on_progress, "valid"))
-        point = task.choose_operating_point(validation, rule)
-    scores = task.score(evidence, point, rule) | {"rotations": rotations, "data": str(dataset.root)}
+        validation = iterate(samples=dataset.split("valid"), on_progress=partial(on_progress, "valid"))
+        point = task.choose_operating_point(list(validation), rule)
+    evidence: Any = iterate(samples=dataset.split(split), on_progress=partial(on_progress, split))
+    scores = task.score(evidence if task.scores_one_by_one else list(evidence), point, rule) | {
+        "rotations": rotations,
+        "data": str(dataset.root),
+    }
 
     rotated = predict_rotated_inputs(run, dataset.split(split), device) if robustness else None
     with hold_lock(path, None):  # another process may write scores of the same run
@@ -217,20 +222,32 @@ def gather_evidence(
     rotations: int = 1,
     on_progress: OnProgress = lambda _done, _all: None,
 ) -> list[Evidence]:
-    """Predict all samples, and return the evidence of each sample: its prediction and its ground truth.
+    """Return the evidence of all samples, which `iterate_evidence` yields."""
+    return list(iterate_evidence(task, network, samples, device, rotations, on_progress))
+
+
+def iterate_evidence(
+    task: Task,
+    network: DenseNetwork,
+    samples: Sequence[Sample],
+    device: torch.device,
+    rotations: int = 1,
+    on_progress: OnProgress = lambda _done, _all: None,
+) -> Iterator[Evidence]:
+    """Predict all samples, and yield the evidence of each sample: its prediction and its ground truth.
 
     Predictions are averaged over `rotations` rotations of each image. The network is moved to `device`. The function
-    `on_progress` receives the number of finished samples and the number of all samples.
+    `on_progress` receives the number of finished samples and the number of all samples. Few predictions are in memory.
     """
-    network = network.to(device).eval()
+    network, done = network.to(device).eval(), 0
     if task.prediction_type == "window":
-        return _gather_patches(task, network, samples, device, rotations, on_progress)
-    evidence: list[Evidence] = []
+        yield from _iterate_patches(task, network, samples, device, rotations, on_progress)
+        return
     for images in _stack_images(samples, task.reader.without_targets):
         for prediction in predict_batch(network, images, device, rotations, activation=task.to_probabilities):
-            evidence.append(task.collect_evidence(prediction, samples[len(evidence)]))
-        on_progress(len(evidence), len(samples))
-    return evidence
+            yield task.collect_evidence(prediction, samples[done])
+            done += 1
+        on_progress(done, len(samples))
 
 
 def _stack_images(samples: Sequence[Sample], reader: SampleReader) -> Iterator[NDArray[np.uint8]]:
@@ -245,25 +262,24 @@ def _stack_images(samples: Sequence[Sample], reader: SampleReader) -> Iterator[N
         yield np.stack(stack)
 
 
-def _gather_patches(
+def _iterate_patches(
     task: Task,
     network: DenseNetwork,
     samples: Sequence[Sample],
     device: torch.device,
     rotations: int,
     on_progress: OnProgress,
-) -> list[Evidence]:
-    """Return the evidence of each patch, for a task with one prediction per patch. Patches are predicted in batches."""
+) -> Iterator[Evidence]:
+    """Yield the evidence of each patch, for a task with one prediction per patch. Patches are predicted in batches."""
     window_px = network.geometry.context_px
     cut_px = covering_size(window_px) if 4 % rotations else window_px  # other angles than k · 90° need larger windows
     batches, steps = make_center_batches(task, samples, cut_px, device=device)
-    evidence: list[Evidence] = []
+    done = 0
     for images, _ in batches.load(steps, device):
-        probabilities = predict_patches(network, images, rotations, task.to_probabilities)
-        for sample, probability in zip(samples[len(evidence) :], probabilities, strict=False):
-            evidence.append(task.collect_evidence(probability, sample))
-        on_progress(len(evidence), len(samples))
-    return evidence
+        for probability in predict_patches(network, images, rotations, task.to_probabilities):
+            yield task.collect_evidence(probability, samples[done])
+            done += 1
+        on_progress(done, len(samples))
 
 
 # Batches of windows, for training, validation and robustness
@@ -276,16 +292,19 @@ def make_center_batches(
     batch: int = PATCH_BATCH,
     cache: Cache = "auto",
     device: torch.device = CPU,
+    labelled: bool = True,
 ) -> tuple[Batches, range]:
     """Return batches of windows, one window at the center of each sample, and the range of steps.
 
     A step is the index of a batch. The windows are in the order of the samples. `window_px` is the side of a window in
     pixels. `batch` is the number of windows per batch; the last batch may be smaller. `cache` states where decoded
     images are kept: "device" (in the memory of `device`), "memory" (RAM), "none" (only in files), or "auto" (selected
-    by the amount of free memory).
+    by the amount of free memory). With `labelled` False, the samples need no labels, and the targets are 0.
     """
-    pixels = open_pixels(samples, task.reader, cache, device)
-    sampler = CenterSampler(task.image_targets(samples), pixels.sizes_px, window_px, batch)
+    reader = task.reader if labelled else task.reader.without_targets
+    pixels = open_pixels(samples, reader, cache, device)
+    targets = task.image_targets(samples) if labelled else np.zeros(len(samples), np.int64)
+    sampler = CenterSampler(targets, pixels.sizes_px, window_px, batch)
     return Batches(pixels, sampler, window_px), range(len(sampler))
 
 
@@ -330,6 +349,36 @@ def make_sampled_batches(
 # Robustness: predictions of rotated inputs
 
 
+class Predictor(Protocol):
+    """A model with its task and operating point: a `Run`, or a model of other software that is audited."""
+
+    @property
+    def task(self) -> Task: ...
+    @property
+    def network(self) -> DenseNetwork | WindowNetwork: ...
+    @property
+    def point(self) -> Mapping[str, float]: ...
+
+
+@dataclass(frozen=True)
+class AuditedPredictions:
+    """What an audit needs beside the predictions at the fair and plain angles.
+
+    The nearby angles are a few degrees above the fair angles: `nearby_step` degrees, by which pixels at the edge of a
+    window move by two pixels. Images at a fair and a nearby angle differ in the interpolation of their pixels, and
+    hardly in their rotation. Embeddings are (angles, windows, F), or None if the network has none.
+    """
+
+    nearby_step: float
+    nearby: NDArray[np.float32]  # probabilities
+    nearby_decisions: NDArray[np.generic]
+    # Robustness at the fair angles after the probabilities are averaged over k rotations of each rotated input, by k
+    averaged: Mapping[int, Robustness]
+    fair_embeddings: NDArray[np.float32] | None = None
+    plain_embeddings: NDArray[np.float32] | None = None
+    nearby_embeddings: NDArray[np.float32] | None = None
+
+
 @dataclass(frozen=True)
 class RotatedPredictions:
     """Predictions of the same inputs, rotated by fair angles (11.25°, 33.75°, …) and by plain angles (0°, 22.5°, …).
@@ -337,7 +386,8 @@ class RotatedPredictions:
     The inputs are windows, or the central squares of fields. A field is an annotated image.
 
     For windows, probabilities and decisions have the shape (angles, windows). The probability of a window is that of
-    one channel, which is the same for all angles: the channel with the highest mean probability over the angles.
+    one channel, which is the same for all angles: the channel with the highest mean probability over the angles. If the
+    network returns a map for each window, they are (angles, windows, positions), and the channel is that of a position.
 
     For fields, probabilities and decisions have the shape (angles, fields, height, width). The probability of a pixel
     is the probability that it belongs to an object.
@@ -354,20 +404,21 @@ class RotatedPredictions:
     cases: Sequence[str]  # the case of each window or field, such as a patient; the name of the image if it is unknown
     # Maps (angles, fields, height, width) by name, at the fair angles; empty for windows
     maps: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    audited: AuditedPredictions | None = None  # only for an audit
 
 
 def predict_rotated_inputs(
-    run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int = ROTATED_WINDOWS
+    run: Predictor, samples: Sequence[Sample], device: torch.device, max_windows: int = ROTATED_WINDOWS
 ) -> RotatedPredictions:
     """Predict inputs, rotated by all fair and plain angles.
 
     If `task.robustness_inputs` is "fields", the inputs are the central squares of all fields (annotated images).
     Otherwise, the inputs are up to `max_windows` windows.
     """
-    run.network.to(device).eval()
     if run.task.robustness_inputs == "fields":
-        return _predict_rotated_fields(run, samples, device)
-    return _predict_rotated_windows(run, samples, device, max_windows)
+        images = [run.task.reader.without_targets.read(sample) for sample in samples]
+        return predict_rotated_fields(run, images, [_case_of(sample) for sample in samples], device)
+    return predict_rotated_windows(run, *read_windows(run, samples, device, max_windows), device)
 
 
 def summarize_rotation(rotated: RotatedPredictions) -> dict[str, object]:
@@ -378,6 +429,7 @@ def summarize_rotation(rotated: RotatedPredictions) -> dict[str, object]:
     over inputs, and the fraction of inputs with different decisions at different angles. The entry "cases" has two
     numbers for each case: the sum of the standard deviations of its inputs at fair angles, and the number of inputs.
     """
+    is_windows = not rotated.maps and rotated.fair.ndim == 2
     deviations = rotated.fair.std(axis=0, dtype=np.float64)  # (inputs,), or (fields, height, width)
     deviations = deviations.reshape(len(deviations), -1)
     cases: dict[str, list[float]] = {}
@@ -386,7 +438,7 @@ def summarize_rotation(rotated: RotatedPredictions) -> dict[str, object]:
         terms[0] += float(values.sum())
         terms[1] += values.size
     return {
-        "inputs": "pixels of fields" if rotated.maps else "windows",
+        "inputs": "windows" if is_windows else "pixels of fields",
         "count": int(np.prod(rotated.fair.shape[1:])),
         "fair": asdict(measure_robustness(rotated.fair, rotated.fair_decisions)),
         "plain": asdict(measure_robustness(rotated.plain, rotated.plain_decisions)),
@@ -410,19 +462,69 @@ def pack_for_figures(rotated: RotatedPredictions) -> dict[str, NDArray[np.generi
     return packed
 
 
-def _predict_rotated_windows(
-    run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int
+def predict_rotated_windows(
+    run: Predictor,
+    images: Tensor,
+    labels: Tensor,
+    cases: Sequence[str],
+    device: torch.device,
+    audited: bool = False,
+    embeds: bool = False,
 ) -> RotatedPredictions:
-    """Predict up to `max_windows` windows, rotated by all fair and plain angles."""
+    """Predict windows (B, 3, s, s), rotated by all fair and plain angles.
+
+    `labels` (B,) and `cases` are kept in the result.
+
+    The side s may be larger than the window of the network; rotated windows then contain more pixels of the image at
+    their corners. With `audited`, predict what an audit needs, too. With `embeds`, the outputs of the network are
+    embeddings: there are no decisions, and all probabilities are 0.
+    """
+    task, classes = run.task, run.task.outputs
     fair, plain = robustness_angles(), robustness_angles(fair=False)
-    images, labels, cases = _read_windows(run, samples, device, max_windows)
-    probabilities = predict_rotated(run.network, images, [*fair, *plain], run.task.to_probabilities)  # (angles, B, K)
-    decisions = run.task.decide(probabilities, run.point)  # (angles, B)
+    network = run.network.to(device).eval()  # type: ignore[union-attr]
+    if audited and not embeds and isinstance(network, DenseNetwork):
+        with suppress(ValueError):  # a network without features
+            network = FeatureNetwork(network, keep_logits=True).eval()
+
+    def activate(outputs: Tensor) -> Tensor:
+        return torch.cat([task.to_probabilities(outputs[:, :classes]), outputs[:, classes:]], dim=1)
+
+    def predict(degrees: Sequence[float]) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """Return the probabilities (angles, B, K) or (angles, B, P, K), and the embeddings (angles, B, F)."""
+        if isinstance(network, DenseNetwork):
+            outputs = predict_rotated(network, images, degrees, activate)
+        else:
+            outputs = predict_realigned(cast(WindowNetwork, network), images, degrees, activate)
+        if embeds:
+            return np.zeros((*outputs.shape[:2], 1), np.float32), outputs
+        features = outputs[..., classes:] if outputs.shape[-1] > classes else None
+        return outputs[..., :classes], features
+
+    probabilities, features = predict([*fair, *plain])
+    decisions = task.decide(probabilities, run.point)
     # For each window, compare one channel over the angles: the channel with the highest mean probability.
-    channels = probabilities.mean(axis=0).argmax(axis=-1)  # (B,)
-    probability = np.take_along_axis(probabilities, channels[None, :, None], axis=2)[..., 0]  # (angles, B)
-    side_px = run.network.geometry.smallest_px
-    shown = (center_crop(images[:SHOWN_WINDOWS], side_px, side_px) * 255).round().byte()
+    channels = probabilities.mean(axis=0).argmax(axis=-1)[None, ..., None]
+
+    def follow(values: NDArray[np.float32]) -> NDArray[np.float32]:
+        followed: NDArray[np.float32] = np.take_along_axis(values, channels, axis=-1)[..., 0]
+        return followed
+
+    side_px = run.network.geometry.smallest_px if isinstance(run.network, DenseNetwork) else run.network.window_px
+    probability, found = follow(probabilities), None
+    if audited:
+        step = find_nearby_step(side_px)
+        nearby, nearby_features = predict([angle + step for angle in fair])
+        averages = _average_over_angles(probabilities[: len(fair)])
+        found = AuditedPredictions(
+            step,
+            follow(nearby),
+            task.decide(nearby, run.point),
+            {n: measure_robustness(follow(mean), task.decide(mean, run.point)) for n, mean in averages.items()},
+            None if features is None else features[: len(fair)],
+            None if features is None else features[len(fair) :],
+            nearby_features,
+        )
+    shown = (center_crop(images if audited else images[:SHOWN_WINDOWS], side_px, side_px) * 255).round().byte()
     return RotatedPredictions(
         fair_degrees=fair,
         fair=probability[: len(fair)],
@@ -433,25 +535,41 @@ def _predict_rotated_windows(
         fair_decisions=decisions[: len(fair)],
         plain_decisions=decisions[len(fair) :],
         cases=cases,
+        audited=found,
     )
 
 
-def _read_windows(
-    run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int
+def _average_over_angles(fair: NDArray[np.float32]) -> dict[int, NDArray[np.float32]]:
+    """Return, by k, the means of predictions (16, ...) at the fair angles over k rotations of each rotated input."""
+    count = len(fair)
+    return {
+        n: np.stack([fair[np.arange(i, i + count, count // n) % count].mean(axis=0) for i in range(count)])
+        for n in AVERAGED_ROTATIONS
+    }
+
+
+def read_windows(
+    run: Predictor,
+    samples: Sequence[Sample],
+    device: torch.device,
+    max_windows: int = ROTATED_WINDOWS,
+    labelled: bool = True,
 ) -> tuple[Tensor, Tensor, list[str]]:
     """Return up to `max_windows` windows (B, 3, s, s), their labels (B,), and the case of each window.
 
     If the task has one prediction per window, the windows are at the centers of the first samples. Otherwise, they are
-    random windows of all samples. The side s is larger than the input of the network, so that windows can be rotated by
-    any angle without empty corners. Where a window extends beyond the image, the image is extended by reflection.
+    random windows of all samples. With `labelled` False, the samples need no annotations: the windows are at their
+    centers, and the labels are 0. The side s is that of `find_field_px`. Where a window extends beyond the image, the
+    image is extended by reflection.
     """
-    task, geometry = run.task, run.network.geometry
-    cut_px = covering_size(geometry.context_px) + 2 * SPLINE_REACH
-    if task.prediction_type == "window":
-        batches, steps = make_center_batches(task, samples[:max_windows], cut_px, device=device)
+    cut_px = find_field_px(run.network)
+    if not labelled or run.task.prediction_type == "window":
+        batches, steps = make_center_batches(run.task, samples[:max_windows], cut_px, device=device, labelled=labelled)
     else:
-        window = TrainingWindow(cut_px, geometry.stride_px, geometry.stride_px)
-        batches = make_sampled_batches(task, samples, window, ROTATED_BATCH, ROTATED_SEED, device=device)
+        assert isinstance(run.network, DenseNetwork)
+        stride_px = run.network.geometry.stride_px
+        window = TrainingWindow(cut_px, stride_px, stride_px)
+        batches = make_sampled_batches(run.task, samples, window, ROTATED_BATCH, ROTATED_SEED, device=device)
         steps = range(-(-max_windows // ROTATED_BATCH))
     images, labels = (torch.cat(parts) for parts in zip(*batches.load(steps, device), strict=True))
     cases = [_case_of(samples[i]) for step in steps for i in batches.sampler.draw(step).images]
@@ -463,41 +581,69 @@ def _case_of(sample: Sample) -> str:
     return sample.case or sample.name
 
 
-def _predict_rotated_fields(run: Run, samples: Sequence[Sample], device: torch.device) -> RotatedPredictions:
-    """Predict the central squares of all fields, rotated by all fair and plain angles."""
+def find_field_px(network: DenseNetwork | WindowNetwork) -> int:
+    """Return the side, in px, of the squares from which windows of a network can be rotated without empty corners."""
+    window_px = network.geometry.context_px if isinstance(network, DenseNetwork) else network.window_px
+    return covering_size(window_px) + 2 * SPLINE_REACH
+
+
+def predict_rotated_fields(
+    run: Predictor,
+    images: Sequence[NDArray[np.uint8]],
+    cases: Sequence[str],
+    device: torch.device,
+    audited: bool = False,
+) -> RotatedPredictions:
+    """Predict the central squares of fields (H, W, 3), rotated by all fair and plain angles.
+
+    The fields have the pixel spacing and the stains that the task needs. `cases` and `audited` are those of
+    `predict_rotated_windows`.
+    """
     fair, plain = robustness_angles(), robustness_angles(fair=False)
-    predicted = [_predict_rotated_field(run, sample, device, [*fair, *plain]) for sample in samples]
-    images, fields = zip(*predicted, strict=True)
+    run.network.to(device).eval()  # type: ignore[union-attr]
+    predicted = [_predict_rotated_field(run, image, device, [*fair, *plain]) for image in images]
+    centers, fields = zip(*predicted, strict=True)
     maps = {name: np.stack([named[name] for named in fields], axis=1) for name in fields[0]}  # (angles, fields, h, w)
     probability = maps["objects"]
     decisions = probability >= FOREGROUND
+    found = None
+    if audited:
+        step = find_nearby_step(FIELD_PX)
+        degrees = [angle + step for angle in fair]
+        again = [_predict_rotated_field(run, image, device, degrees)[1]["objects"] for image in images]
+        nearby = np.stack(again, axis=1)
+        averages = _average_over_angles(probability[: len(fair)])
+        robustness = {n: measure_robustness(mean, mean >= FOREGROUND) for n, mean in averages.items()}
+        found = AuditedPredictions(step, nearby, nearby >= FOREGROUND, robustness)
     return RotatedPredictions(
         fair_degrees=fair,
         fair=probability[: len(fair)],
         plain_degrees=plain,
         plain=probability[len(fair) :],
         labels=np.empty(0, np.int64),
-        images=np.stack(images),
+        images=np.stack(centers),
         fair_decisions=decisions[: len(fair)],
         plain_decisions=decisions[len(fair) :],
-        cases=[_case_of(sample) for sample in samples],
+        cases=cases,
         maps={name: values[: len(fair)] for name, values in maps.items()},
+        audited=found,
     )
 
 
 def _predict_rotated_field(
-    run: Run, sample: Sample, device: torch.device, degrees: Sequence[float]
+    run: Predictor, image: NDArray[np.uint8], device: torch.device, degrees: Sequence[float]
 ) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.float32]]]:
     """Return the central square (h, w, 3) of a field, and a dictionary of the maps (angles, h, w) of this square.
 
     For each angle in `degrees`, the field is rotated and predicted, and the maps are rotated back.
     """
-    image = run.task.reader.without_targets.read(sample)
+    network = run.network
+    assert isinstance(network, DenseNetwork)
     # Predict more than the central square, so that the rotated square contains no pixels added by reflection.
-    read_px = covering_size(FIELD_PX + run.network.geometry.smallest_px)
+    read_px = covering_size(FIELD_PX + network.geometry.smallest_px)
     top, left = (max(0, (side - read_px) // 2) for side in image.shape[:2])
     part = image[top : top + read_px, left : left + read_px]
-    rotated = predict_rotations(run.network, part[None], device, degrees, activation=run.task.to_probabilities)
+    rotated = predict_rotations(network, part[None], device, degrees, activation=run.task.to_probabilities)
     probabilities = np.concatenate(list(rotated))  # (angles, K, height, width)
     rows, columns = (slice(max(0, (side - FIELD_PX) // 2), (side + FIELD_PX) // 2) for side in part.shape[:2])
     maps = [run.task.maps_for_report(outputs) for outputs in probabilities[..., rows, columns]]

@@ -226,6 +226,14 @@ class Recipe:
         )
 
     @property
+    def can_stop_early(self) -> bool:
+        """Whether the training may end before `epochs`, without a lower validation loss for `patience` epochs.
+
+        With a cosine schedule, the validation loss often falls only in the last epochs, at low learning rates.
+        """
+        return self.keep == "best" and self.schedule != "cosine"
+
+    @property
     def kind(self) -> type[Task]:
         """The kind of task that the key `task` names: a subclass of `Task`."""
         return find_kind(self.task)

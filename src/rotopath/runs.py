@@ -25,6 +25,8 @@ from torch import Tensor, nn
 import rotopath
 from rotopath import pretrained
 from rotopath.data.dataset import SAME_SPACING
+from rotopath.data.manifest import MANIFEST
+from rotopath.environment import start_fork_server
 from rotopath.images import Slide
 from rotopath.images.geojson import SlideObject
 from rotopath.images.slides import as_slide
@@ -180,7 +182,7 @@ class Run:
         point = self.task.adjust_operating_point(self.point, threshold, min_area_um2)
         if backend not in get_args(Backend):
             raise RunError(f"There is no backend {backend!r}; choose {' or '.join(get_args(Backend))}.")
-        target = _find_device("cpu" if device is None and backend == "onnxruntime" else device)
+        target = find_device("cpu" if device is None and backend == "onnxruntime" else device)
         if backend == "onnxruntime" and target.type != "cpu":
             raise RunError(
                 f"The backend onnxruntime is for the CPU, but the device is {target.type}; choose the device cpu."
@@ -266,16 +268,18 @@ def predict(
     predicting into the same folder are left until the end. Returns the outcome of each file.
 
     After each tile, the function `on_tile` is called with the path of the file, the number of its finished tiles, and
-    the number of all its tiles to predict. `roi` and `exclude` are GeoJSON files of QuPath annotations or, for several
-    slides, folders with a file for each slide, such as `slide.svs.geojson` or `slide.geojson`. With `parquet`, the
-    table of objects is also written to `objects.parquet`; with `embedding`, features of the network for each object
-    are written to `embedding.npy`. With `keep_map`, the outputs of the network are stored in
-    `map.zip` beside the results. With `reuse`, they are read from there, and the results are replaced without running
-    the network, for example with another threshold. `workers` is the number of processes that find objects while the
-    network computes the next tiles; a script that uses them must call this function under
-    `if __name__ == "__main__":`. The other arguments are those of `Run.predict`. To predict a single
-    image and receive the result in memory, use `Run.predict` instead.
+    the number of all its tiles to predict; with workers, from another thread. `roi` and `exclude` are GeoJSON files of
+    QuPath annotations or, for several slides, folders with a file for each slide, such as `slide.svs.geojson` or
+    `slide.geojson`. With `parquet`, the table of objects is also written to `objects.parquet`; with `embedding`,
+    features of the network for each object are written to `embedding.npy`. With `keep_map`, the outputs of the network
+    are stored in `map.zip` beside the results. With `reuse`, they are read from there, and the results are replaced
+    without running the network, for example with another threshold. `workers` is the number of processes that find
+    objects while the network computes the next tiles; a script that uses them must call this function under
+    `if __name__ == "__main__":`. The other arguments are those of `Run.predict`. To predict a single image and receive
+    the result in memory, use `Run.predict` instead.
     """
+    if workers:
+        start_fork_server()
     run = model if isinstance(model, Run) else load(model)
     given = [images] if isinstance(images, Path | str) else images
     slides = list_slides([Path(path) for path in given])
@@ -417,13 +421,16 @@ class Parent:
         data = self.describe()["data"]
         assert isinstance(data, dict)
         source = data.get("title") or data.get("source") or "unknown data"
-        terms = f"terms of the data: {data['terms']}" if "terms" in data else "check the terms of its data"
+        terms = f" (terms of the data: {data['terms']})" if "terms" in data else " (check the terms of its data)"
+        own = self.provenance.get("data")
+        if source == MANIFEST and isinstance(own, dict) and "path" in own:  # a user knows the terms of own data
+            source, terms = own["path"], ""
         spacing, own = self.info.task.spacing_um_px, recipe.make_task().spacing_um_px
         note = "" if abs(spacing / own - 1) <= SAME_SPACING else f" It reads {spacing:g} µm/px, this training {own:g}."
         return [
             f"{len(self.taken_layers)} of {total} layers start from {self.name}, at {recipe.from_rate:g} of the "
             f"learning rate{frozen}; {fresh_text}.",
-            f"{self.name} was trained on {source} ({terms}).{note}",
+            f"{self.name} was trained on {source}{terms}.{note}",
         ]
 
 
@@ -620,7 +627,7 @@ def _wrap_module(module: nn.Module, network: NetworkInfo, folder: Path) -> Dense
     return SlidingModule(module, network.geometry) if network.slides else DenseModule(module, network.geometry)
 
 
-def _find_device(device: torch.device | str | None) -> torch.device:
+def find_device(device: torch.device | str | None) -> torch.device:
     """Return `device` as a torch device. None means the first GPU or, if there is no GPU, the CPU.
 
     Raises RunError if the device does not exist or is not available.

@@ -271,7 +271,7 @@ def _test_slide_reader() -> str:
     image = np.random.default_rng(0).integers(0, 256, (rows, columns, 3), np.uint8)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "slide.tif"
-        write_pyramid(path, [image], (rows, columns), spacing_um_px)
+        write_pyramid(path, image, spacing_um_px)
         with open_slide(path) as slide:
             levels, spacing, pixels = len(slide.levels), slide.spacing_um_px, slide.read(0, 0, rows, columns)
     _require(

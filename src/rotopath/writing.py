@@ -8,13 +8,14 @@ A lock keeps several processes and threads from writing to a path at the same ti
 """
 
 import errno
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,26 @@ def write_bytes(path: Path, content: bytes) -> None:
 def write_json(path: Path, content: object) -> None:
     """Write a JSON file atomically. Raises ValueError for NaN and infinite numbers, which JSON cannot contain."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def identify_file(path: Path, hashed_bytes: float = math.inf) -> dict[str, int | str]:
+    """Return the size of a file and, if it has at most `hashed_bytes`, its SHA-256, to notice later that it changed.
+
+    Raises OSError if there is no file, also for a pipe or a device: reading it may wait or go on without end.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file.")
+    size = path.stat().st_size
+    if size > hashed_bytes:
+        return {"bytes": size}
+    with path.open("rb") as file:
+        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def is_unchanged(path: Path, identity: Mapping[str, object], hashed_bytes: float = math.inf) -> bool:
+    """Return whether a file is the one that `identify_file` has described. Larger ones are compared by size only."""
+    own = identify_file(path, hashed_bytes if "sha256" in identity else -1)
+    return all(identity.get(key) == value for key, value in own.items())
 
 
 def parse_json(content: str | bytes, only_finite: bool = True) -> Any:

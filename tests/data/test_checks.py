@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import pytest
 from layouts import note_messages, open_and_check, problem_messages, write_csv, write_image
 from PIL import Image
 
+from rotopath.data import DataError, open_data
 from rotopath.data.dataset import Finding, group_findings
+from rotopath.tasks import find_kind, make_task
 
 SIZE = (200, 200)
 Positions = list[tuple[int, int]]
@@ -64,6 +66,18 @@ def outlines(change: Callable[[Positions], np.ndarray] = discs) -> Any:
     return lambda path, positions: write_image(path.with_name(f"{path.name}-map.png"), change(positions))
 
 
+def write_features(path: Path, squares: Sequence[tuple[int, int, int, str]]) -> Path:
+    """Write GeoJSON with squares: their upper row, left column, side and class."""
+    features = []
+    for y, x, s, name in squares:
+        ring = [[x, y], [x + s, y], [x + s, y + s], [x, y + s], [x, y]]
+        properties = {"classification": {"name": name}} if name else {}
+        geometry = {"type": "Polygon", "coordinates": [ring]}
+        features.append({"type": "Feature", "geometry": geometry, "properties": properties})
+    path.with_suffix(".geojson").write_text(json.dumps(features))
+    return path.with_suffix(".geojson")
+
+
 @pytest.mark.parametrize("annotate", [points(), outlines()])
 def test_correct_annotations_cause_no_findings(tmp_path: Path, annotate: Any) -> None:
     assert open_and_check(dataset(tmp_path, annotate)).findings == ()
@@ -71,17 +85,49 @@ def test_correct_annotations_cause_no_findings(tmp_path: Path, annotate: Any) ->
 
 def test_exchanged_columns_of_points(tmp_path: Path) -> None:
     (problem,) = problem_messages(open_and_check(dataset(tmp_path, points(lambda row, column: (column, row)))))
-    assert "row and column are probably exchanged: the 90 objects are on brighter tissue" in problem
+    assert problem == (
+        "row and column are probably exchanged in 3 images (0.png, 1.png, 2.png): 90 objects are on brighter tissue "
+        "than the positions with row and column exchanged; exchange the two columns, or their names, in the "
+        "annotation files of these images, or state their order with `rotopath data import --columns`."
+    )
+
+
+def test_exchanged_columns_of_one_file_among_others(tmp_path: Path) -> None:
+    """Correct files, also those with more objects, do not hide it; and they are not blamed."""
+    root = dataset(tmp_path, points(), count=6)
+    write_csv(root / "1.csv", [(column, row) for row, column in nuclei(1)])
+    (problem,) = problem_messages(open_and_check(root))
+    assert problem.startswith("row and column are probably exchanged in 1 image (1.png): 30 objects are on brighter")
+    assert problem.endswith("exchange the two columns, or their names, in the annotation files of these images.")
+
+
+def test_exchanged_columns_of_many_files_with_few_objects(tmp_path: Path) -> None:
+    """Nothing can be concluded from one of them, but from all."""
+    annotate = points(lambda row, column: (column, row))
+    root = dataset(tmp_path, lambda path, positions: annotate(path, positions[:8]), count=6)
+    (problem,) = problem_messages(open_and_check(root))
+    assert "probably exchanged in 6 images (0.png, 1.png, 2.png, 3.png, 4.png, ...): 48 objects" in problem
 
 
 def test_points_that_are_outside_unless_exchanged(tmp_path: Path) -> None:
     write_image(tmp_path / "a.png", image(nuclei(0), 0)[:100])
     write_csv(tmp_path / "a.csv", [(10, 20), (150, 40), (160, 50), (190, 60)])
     write_csv(
-        tmp_path / "manifest.csv", [("image", "annotation", "split", "spacing"), ("a.png", "a.csv", "train", 0.25)]
+        tmp_path / "manifest.csv", [("image", "annotation", "split", "spacing"), ("a.png", "a.csv", "train", 0.5)]
     )
     problems = problem_messages(open_and_check(tmp_path))
-    assert problems[-1].startswith("3 objects are outside their images, but inside if row and column are exchanged")
+    assert problems[-1].startswith(
+        "3 objects are outside their images, but inside if row and column are exchanged, in "
+    )
+    assert "1 image (a.png)" in problems[-1]
+    for i in range(3):
+        write_image(tmp_path / f"b{i}.png", image(nuclei(i), i)[:100])
+        write_csv(tmp_path / f"b{i}.csv", [position for position in nuclei(i) if position[0] < 100])
+    rows = [(f"{name}.png", f"{name}.csv", "train", 0.5) for name in ("a", "b0", "b1", "b2")]
+    write_csv(tmp_path / "manifest.csv", [("image", "annotation", "split", "spacing"), *rows])
+    assert problem_messages(open_and_check(tmp_path))[-1] == problems[-1].replace(
+        ", or state their order with `rotopath data import --columns`", ""
+    )
 
 
 def test_points_in_um(tmp_path: Path) -> None:
@@ -235,6 +281,43 @@ def test_class_that_no_training_image_shows(tmp_path: Path) -> None:
     assert note.startswith("the split 'train' has too few objects of the class 'other' (0)")
 
 
+@pytest.mark.parametrize("is_table", [True, False])
+def test_objects_without_a_class(tmp_path: Path, is_table: bool) -> None:
+    """A model of one class counts them as its objects, as the note says; one of several classes refuses them."""
+
+    def annotate(path: Path, positions: Positions) -> Path:
+        names = ["" if path.stem == "1" and i < 2 else "a" for i in range(len(positions))]
+        if is_table:
+            rows = [(*position, name) for position, name in zip(positions, names, strict=True)]
+            return write_csv(path.with_suffix(".csv"), [("row", "column", "class"), *rows])
+        return write_features(path, [(r - 4, c - 4, 8, n) for (r, c), n in zip(positions, names, strict=True)])
+
+    root = dataset(tmp_path, annotate)
+    result = open_and_check(root)
+    row, column = nuclei(1)[0]
+    (note,) = note_messages(result)
+    assert problem_messages(result) == []
+    shown = re.fullmatch(
+        r"objects without a class: 2 of 90, first: 1.png, row (\d+), column (\d+); they count as .*", note
+    )
+    assert shown
+    assert np.allclose([int(shown[1]), int(shown[2])], (row, column), atol=1)
+    assert "they count as 'a', the only class;" in note
+    kind, data = find_kind("detect" if is_table else "segment"), open_data(root)
+    assert make_task(kind.kind, annotated_classes=kind.find_classes(data)).class_index("", data.samples[1]) == 0
+
+    path = root / ("2.csv" if is_table else "2.geojson")
+    path.write_text(re.sub(r'(,|: ")a(\b)', r"\1b\2", path.read_text()))
+    (problem,) = problem_messages(open_and_check(root))
+    assert problem.endswith(
+        "; a model of several classes cannot be trained with them; give them a class in QuPath, or all of them the "
+        "same one with `rotopath data import --classes =NAME`."
+    )
+    data = open_data(root)
+    with pytest.raises(DataError, match="has an object without a class"):
+        make_task(kind.kind, annotated_classes=kind.find_classes(data)).class_index("", data.samples[1])
+
+
 def test_class_names_that_differ_only_in_case(tmp_path: Path) -> None:
     for i in range(3):
         write_image(tmp_path / f"{i}.png", image([], i))
@@ -254,16 +337,31 @@ def test_similar_findings_are_printed_once() -> None:
     ]
 
 
+def test_the_finding_about_most_objects_is_printed() -> None:
+    counts = [1, 233, 3200, 2]
+    findings = [Finding(f"{i}.tif", f"objects outside: {n} of 4000.", False, objects=n) for i, n in enumerate(counts)]
+    assert group_findings(findings) == ["4 times, 3436 objects, most: 2.tif: objects outside: 3200 of 4000."]
+
+
+def test_image_of_which_no_object_can_be_used(tmp_path: Path) -> None:
+    """Its objects would be background in a training."""
+    root = dataset(
+        tmp_path, lambda path, positions: write_features(path, [(r - 4, c - 4, 8, "") for r, c in positions])
+    )
+    assert problem_messages(open_and_check(root)) == []
+    geometry = {"type": "MultiPoint", "coordinates": nuclei(1)}
+    (root / "1.geojson").write_text(json.dumps([{"type": "Feature", "geometry": geometry, "properties": {}}]))
+    (problem,) = problem_messages(open_and_check(root))
+    assert problem.startswith("1.geojson: has no object that can be used, so that its image would be one without objec")
+    (root / "1.geojson").write_text("[]")
+    assert problem_messages(open_and_check(root)) == [], "an image without objects"
+
+
 def test_outlines_that_cover_others(tmp_path: Path) -> None:
     """A region of tumor in the same file as its nuclei."""
 
     def annotate(path: Path, positions: Positions) -> Path:
-        boxes = [(0, 0, 199), *((row - 4, column - 4, 8) for row, column in positions)]
-        rings = [[[x, y], [x + s, y], [x + s, y + s], [x, y + s], [x, y]] for y, x, s in boxes]
-        geometries = [{"type": "Polygon", "coordinates": [ring]} for ring in rings]
-        features = [{"type": "Feature", "geometry": geometry, "properties": {}} for geometry in geometries]
-        path.with_suffix(".geojson").write_text(json.dumps(features))
-        return path.with_suffix(".geojson")
+        return write_features(path, [(0, 0, 199, ""), *((row - 4, column - 4, 8, "") for row, column in positions)])
 
     problems = problem_messages(open_and_check(dataset(tmp_path, annotate)))
     assert problems[0].startswith("0.geojson: has 30 outlines that are completely covered by earlier ones")

@@ -20,9 +20,9 @@ from rotopath.data import DataError, Dataset, check, export_data, import_data, o
 from rotopath.data.annotations import parse_objects, parse_points, read_objects, read_points
 from rotopath.data.import_masks import decode_runs, encode_runs
 from rotopath.images import UnreadableFileError
-from rotopath.images.geojson import read_geojson
+from rotopath.images.geojson import SlideObject, read_geojson, write_geojson, write_rows
 from rotopath.images.outlines import Point
-from rotopath.writing import BusyError
+from rotopath.writing import BusyError, identify_file
 
 SIZE = (60, 80)  # height and width of images
 NUCLEI = ((10, 12), (12, 60), (30, 33), (48, 15), (45, 66))  # row and column of the centers of dark discs
@@ -222,6 +222,54 @@ def test_next_round_keeps_the_splits_of_an_earlier_import(tmp_path: Path) -> Non
     rows = [(tmp_path / name / "manifest.csv").read_text() for name in ("second", "third")]
     assert rows[0] == rows[1]
     assert len(again.samples) == 8
+
+
+def predicted_results(root: Path, name: str, count: int = 6) -> Path:
+    """Write a folder of results as `rotopath predict` does, with points in a row, and return the file of objects."""
+    write_image(root / "more" / name, tissue())
+    objects = [SlideObject(Point(30, 10 * i), "detection", "cell") for i in range(count)]
+    path = root / "results" / name / "objects.geojson"
+    path.parent.mkdir(parents=True)
+    write_geojson(path, objects)
+    with path.with_name("objects.csv").open("w", newline="", encoding="utf-8") as file:
+        assert len(list(write_rows(objects, file))) == count
+    files = {path.name: identify_file(path) for path in sorted(path.parent.iterdir())}
+    write_json(path.with_name("summary.json"), {"slide": {"spacing_um_px": 0.25}, "files": files})
+    return path
+
+
+def test_notes_state_which_predictions_are_corrected_and_how(tmp_path: Path) -> None:
+    """By identifiers, or else by positions. Nobody may have looked at the others, which become annotations, too."""
+    names = ["a.png", "b.png", "c.png", "d.png", "e.png"]
+    paths = {name: predicted_results(tmp_path, name) for name in names}
+    for name in ("c.png", "d.png"):
+        features = json.loads(paths[name].read_text())["features"]
+        features[0]["geometry"]["coordinates"][0] += 3  # moved
+        features[1]["properties"]["classification"]["name"] = "other"
+        del features[2:4]
+        features += [feature("Point", [70, 50], "cell"), feature("Polygon", [square(0, 0, 80)], "Region*")]
+        if name == "d.png":  # an object that has moved without its identifier is deleted and added
+            features = [{key: value for key, value in item.items() if key != "id"} for item in features]
+        write_json(paths[name], features)
+    content = json.loads(paths["e.png"].read_text())
+    write_json(paths["e.png"], content)  # saved without a change
+    dataset = import_data([tmp_path / "more", tmp_path / "results"], tmp_path / "out", read_as="points")
+    assert (
+        "2 of 5 files of results are as predicted, and become annotations; if nobody has checked them, delete their "
+        "folders, and import again: a.png, b.png."
+    ) in note_messages(dataset)
+    assert (
+        "3 of 5 files of results are corrected: c.png (2 deleted, 1 added, 2 changed of 6 predicted), d.png (3 deleted,"
+        " 2 added, 1 changed of 6 predicted), e.png (no object deleted, added or moved of 6 predicted)."
+    ) in note_messages(dataset)
+    assert problem_messages(dataset) == []
+    paths["a.png"].with_name("objects.csv").write_text("edited")
+    paths["a.png"].write_text('{"type": "FeatureCollection", "features": []}')
+    paths["b.png"].with_name("mine.geojson.gz").touch()
+    again = import_data([tmp_path / "more", tmp_path / "results"], tmp_path / "again", read_as="points")
+    assert any("4 of 5 files of results are corrected: a.png, c.png (2 del" in note for note in note_messages(again))
+    (problem,) = problem_messages(again)
+    assert "mine.geojson.gz: is not read, but only objects.geojson beside it; if it contains the corr" in problem
 
 
 def test_next_round_of_labels(tmp_path: Path) -> None:
@@ -905,6 +953,9 @@ def test_validation_patients_are_taken_from_training_patients(tmp_path: Path) ->
     [
         ({"classes": "tumour=x"}, "--classes renames 'tumour', but the sources have no such class; they have"),
         ({"classes": "mitosis"}, "--classes contains 'mitosis'; expected OLD=NEW"),
+        ({"classes": "="}, "--classes contains '='; expected OLD=NEW, or OLD= to leave out the class OLD, or =NEW for"),
+        ({"classes": "=tumor"}, "--classes contains '=tumor', but the sources have nothing without a class; they have"),
+        ({"spacing_um_px": None, "override_spacing": True}, "--override-spacing needs the spacing to use; add --spac"),
         ({"read_as": "boxes"}, "--as is 'boxes'; choose points, outlines, regions"),
         ({"masks": "x"}, "--masks is 'x'; choose objects, binary, classes"),
         ({"spacing_um_px": None, "read_as": "points"}, "The pixel spacing of 1 image .* give it with --spacing-um-px"),
@@ -963,6 +1014,103 @@ def test_a_folder_that_another_process_imports_to_is_refused(tmp_path: Path) -> 
     with pytest.raises(KeyboardInterrupt):
         bring(root, finish=interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["lab"], "a dataset without its last file is not published"
+
+
+def test_only_an_earlier_import_can_be_replaced(tmp_path: Path) -> None:
+    """A folder with other files is kept, also if it has a manifest; and no source is deleted."""
+    root = tmp_path / "lab"
+    write_image(root / "a.png", tissue())
+    write_json(root / "a.geojson", [feature("Point", [12, 10], "one")])
+    out = root / "mine"  # a folder in a source: its files are no sources
+    import_data([root], out, spacing_um_px=0.25)
+    before = (out / "manifest.csv").read_text()
+    write_json(root / "a.geojson", [feature("Point", [12, 10], "two")])
+    with pytest.raises(DataError, match="choose a new folder, or add --overwrite to replace this earlier import"):
+        import_data([root], out, spacing_um_px=0.25)
+    dataset = import_data([root], out, spacing_um_px=0.25, overwrite=True)
+    assert read_points(dataset.samples[0], 0.25).classes == ("two",)
+    assert (out / "manifest.csv").read_text() == before
+    with pytest.raises(DataError, match="renames 'three', but"):
+        import_data([root], out, classes="three=3", spacing_um_px=0.25, overwrite=True)
+    assert (out / "manifest.csv").read_text() == before, "a failed import replaces nothing"
+    with pytest.raises(DataError, match="contains the source"):
+        import_data([out], out, overwrite=True)
+    write_text(out / "notes.txt", "mine")
+    with pytest.raises(DataError, match="is not a folder that `rotopath data import` has written; choose a new folder"):
+        import_data([root], out, spacing_um_px=0.25, overwrite=True)
+    assert (out / "notes.txt").exists()
+
+
+def test_spacing_that_contradicts_a_file_is_refused_or_overrides_it(tmp_path: Path) -> None:
+    """As in `rotopath predict`. A table, or an earlier import, states the spacing of single images."""
+    root = tmp_path / "lab"
+    write_image(root / "a.tif", tissue())
+    with Image.open(root / "a.tif") as image:
+        image.save(root / "a.tif", dpi=(25_400 / 0.25,) * 2)
+    write_json(root / "a.geojson", [feature("Point", [12, 10])])
+    with pytest.raises(UnreadableFileError, match=r"a.tif states a pixel spacing of 0.25 µm/px, but 0.5 µm/px was giv"):
+        bring(root, spacing_um_px=0.5)
+    assert not (tmp_path / "out").exists()
+    assert bring(root, spacing_um_px=0.2501).samples[0].spacing_um_px == 0.25
+    right = bring(root, spacing_um_px=0.5, override_spacing=True, overwrite=True)
+    assert right.samples[0].spacing_um_px == 0.5
+    assert any("the file specifies 0.25 µm/px, but the dataset 0.5 µm/px" in n for n in note_messages(check(right)))
+    table = write_csv(tmp_path / "t.csv", [("image", "spacing"), ("a.tif", 0.4)])
+    assert bring(root, spacing_um_px=0.5, table=table, overwrite=True).samples[0].spacing_um_px == 0.4
+    again = import_data([tmp_path / "out"], tmp_path / "again", spacing_um_px=0.5)
+    assert again.samples[0].spacing_um_px == 0.4
+    write_text(root / "a.csv", "Centroid X µm,Centroid Y µm\n3,2.5\n")
+    (root / "a.geojson").unlink()
+    with pytest.raises(DataError, match="states positions in µm, which --override-spacing makes ambiguous"):
+        bring(root, spacing_um_px=0.5, override_spacing=True, overwrite=True)
+
+
+def test_spacing_that_contradicts_an_annotation_file_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "lab"
+    write_image(root / "a.png", tissue())
+    write_text(root / "a.xml", monusac(0.25))
+    with pytest.raises(UnreadableFileError, match=r"a.xml states a pixel spacing of 0.25 µm/px, but 0.5 µm/px"):
+        bring(root, spacing_um_px=0.5)
+    assert bring(root, spacing_um_px=0.5, override_spacing=True).samples[0].spacing_um_px == 0.5
+
+
+def test_objects_without_a_class_can_get_one(tmp_path: Path) -> None:
+    """But not the outline around them, which QuPath exports as well."""
+    root = tmp_path / "lab"
+    write_image(root / "a.png", tissue())
+    squares = [feature("Polygon", [square(x, 20, 8)], "tumor" * (x == 10)) for x in (10, 30, 50)]
+    write_json(root / "a.geojson", [feature("Polygon", [square(1, 1, 58)]), *squares])
+    result = check(bring(root, classes="=stroma"))
+    assert result.counts["train"]["tumor"] == 1
+    assert result.counts["train"]["stroma"] == 2
+    ignored = bring(root, classes="=Ignore*", overwrite=True)
+    assert check(ignored).counts["train"] == {"images": 1, "cases": 1, "objects": 1, "tumor": 1, "ignored areas": 2}
+    table = write_csv(tmp_path / "t.csv", [("image", "class"), ("a.png", ""), ("b.png", "tumor")])
+    write_image(root / "b.png", tissue(seed=1))
+    (root / "a.geojson").unlink()
+    labeled = bring(root, classes="=stroma", table=table, overwrite=True)
+    assert [sample.label for sample in labeled.samples] == ["stroma", "tumor"]
+
+
+def test_images_with_points_only_are_left_out_of_outlines(tmp_path: Path) -> None:
+    """They would be images without objects. An image that has none in its file is kept."""
+    root = tmp_path / "lab"
+    for name in "abcd":
+        write_image(root / f"{name}.png", tissue(seed=ord(name)))
+    point, outline = feature("Point", [3, 3], "x"), feature("Polygon", [square(9, 9, 9)], "x")
+    for name, objects in (("a", [point, point]), ("b", [outline, point]), ("c", [outline]), ("d", [])):
+        write_json(root / f"{name}.geojson", objects)
+    dataset = bring(root, read_as="outlines")
+    assert [sample.path.name for sample in dataset.samples] == ["b.png", "c.png", "d.png"]
+    result = check(dataset)
+    assert sum(count["objects"] for count in result.counts.values()) == 2
+    assert problem_messages(result) == []
+    notes = note_messages(result)
+    assert "points are left out, because --as is outlines: 3." in notes
+    assert "left out 1 image (a.png) with points only, because --as is outlines." in notes
+    assert not any("it is a point" in note for note in notes)
+    with pytest.raises(DataError, match="All images have points only, but --as outlines needs outlines"):
+        import_data([root / "a.png", root / "a.geojson"], tmp_path / "none", read_as="outlines", spacing_um_px=0.25)
 
 
 def test_mixed_objects_can_be_points_or_outlines(tmp_path: Path) -> None:
@@ -1066,10 +1214,38 @@ def test_command_prints_what_it_understood(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "contact-sheet.png").stat().st_size > 10_000
     refused = CliRunner().invoke(app, words)
     assert refused.exit_code == 2
-    assert "exists and is not empty; choose a new folder." in refused.output
+    assert "exists and is not empty; choose a new folder, or add --overwrite" in refused.output
     exported = CliRunner().invoke(app, ["data", "export", str(tmp_path / "out"), "--out", str(tmp_path / "coco.json")])
     assert exported.exit_code == 0, exported.output
     assert len(json.loads((tmp_path / "coco.json").read_text())["images"]) == 15
+
+
+def test_command_says_how_to_repeat_an_import_with_problems(tmp_path: Path) -> None:
+    """The folder is there to look at the problems. Lines are counted, and not the findings in them."""
+    root, out = tmp_path / "lab", tmp_path / "out"
+    write_image(root / "a.png", tissue((60, 160)))
+    specks = [square(100 + 2.5 * x, 2, 1) for x in range(12)]
+    squares = [square(column - 5, row - 5, 10) for row, column in NUCLEI]
+    objects = [feature("Polygon", [ring], "x") for ring in squares + specks]
+    thin = [feature("Polygon", [square(100 + 5 * x, 20.6, 0.2)], "x") for x in range(5)]
+    write_json(root / "a.geojson", [*objects, *thin])
+    words = ["data", "import", str(root), "--out", str(out), "--spacing-um-px", "0.5"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1, result.output
+    assert "\n1 problem\n- 12 of 17 objects consist of one pixel" in result.output
+    lines = result.output.splitlines()
+    title = next(i for i, line in enumerate(lines) if line.endswith(" notes"))
+    listed = lines[title + 1 : lines.index("", title)]
+    assert lines[title] == f"{len(listed)} notes"
+    assert any(line.startswith("- 5 times, first: ") for line in listed)
+    assert (
+        lines[-1] == f"The dataset in {out} has problems; solve them, and run the same command again with --overwrite."
+    )
+    assert (out / "contact-sheet.png").is_file()
+    write_json(root / "a.geojson", objects[:5])
+    repeated = CliRunner().invoke(app, [*words, "--overwrite"])
+    assert repeated.exit_code == 0, repeated.output
+    assert "No problems." in repeated.output
 
 
 def test_slide_files_are_read_as_images(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def test_pixels_are_those_of_the_slide(drawn: DrawnSlide) -> None:
 def test_objects_outside_of_the_areas_are_not_used(drawn: DrawnSlide) -> None:
     dataset = open_marks(drawn, rectangle(250, 250, 520, 520))
     assert note_messages(dataset) == [
-        f"{drawn.path.name}: 5 objects are outside of the regions (Region*), and are not used."
+        f"{drawn.path.name}: objects with their centers outside of the regions (Region*) are not used: 5 of 10, first: "
+        "feature 7."
     ]
     result = check(dataset)
     assert result.counts["train"] == {"images": 1, "cases": 1, "objects": 5, "mark": 5}
@@ -129,6 +130,47 @@ def test_outlines_are_cut_at_the_edge_of_the_area(drawn: DrawnSlide) -> None:
     half = read_objects(sample, 0.5).labels
     assert half.shape == read_image(sample, 0.5).shape[:2] == (100, 50)
     assert (half == 2).sum() == 25
+
+
+def test_outlines_are_outside_of_an_area_only_if_no_part_is_inside(drawn: DrawnSlide) -> None:
+    """The table counts what a training reads: parts of objects at the edge of an area as well."""
+    triangle = polygon((300, 300), (500, 300), (500, 500), name="Region*")
+    features = [
+        triangle,
+        rectangle(440, 330, 16, 16, "inside"),
+        rectangle(392, 400, 16, 30, "crossing"),
+        rectangle(340, 440, 16, 16, "in the bounding box only"),
+        rectangle(900, 900, 16, 16, "elsewhere"),
+        rectangle(480, 290, 60, 220, "around the corner"),
+    ]
+    dataset = open_data(write_manifest(drawn.path.parent, "outlines", features, drawn.path.name))
+    assert note_messages(dataset) == [
+        f"{drawn.path.name}: objects completely outside of the regions (Region*) are not used: 2 of 5, first: "
+        "feature 4."
+    ]
+    assert set(check(dataset).counts["train"]) - {"images", "cases", "objects", "ignored areas"} == {
+        "inside",
+        "crossing",
+        "around the corner",
+    }
+    labels = NUCLEI.targets(dataset.samples[0])
+    assert (labels[40:56, 140:156] == 255).all(), "what is in the bounding box only is ignored"
+
+
+def test_images_without_areas_beside_images_with_areas(drawn: DrawnSlide) -> None:
+    root = drawn.path.parent
+    write_manifest(root, "points", [rectangle(250, 250, 520, 520), *(point(*mark) for mark in drawn.marks[:5])])
+    (root / "whole.geojson").write_text(json.dumps([point(*drawn.marks[0])]))
+    for name in ("x", "y"):
+        draw_slide(root / f"{name}.svs", (900, 900), ((256, 256, 512),))
+    rows = [(drawn.path.name, "slide.geojson"), ("x.svs", "whole.geojson"), ("y.svs", "whole.geojson")]
+    for used, expected in ((rows, 1), (rows[1:], 0), (rows[:1], 0)):
+        table = [("image", "points", "split", "spacing"), *((*row, "train", 0.25) for row in used)]
+        notes = note_messages(open_data(write_csv(root / "manifest.csv", table)))
+        assert notes == expected * [
+            "2 of 3 images have no outline of the class Region*, and are used as a whole: all of their objects must be "
+            "annotated, first: x.svs."
+        ]
 
 
 def test_outlines_are_points_of_the_area_with_their_centers(drawn: DrawnSlide) -> None:

@@ -189,6 +189,37 @@ def test_crops_are_centered_on_their_objects_and_large_enough() -> None:
         assert (rows.mean(), columns.mean()) == pytest.approx((CROP_PX / 2 - 0.5,) * 2, abs=2)
 
 
+def test_an_outline_or_marks_at_the_edges_show_which_object_a_crop_is_about() -> None:
+    pixels = np.full((400, 400, 3), RED, np.uint8)
+    outlined, point = (
+        square(192, 192, 16, score=0.9),
+        SlideObject(Point(200.0, 200.0), "annotation", "m", RED, {"score": 1}),
+    )
+    with as_slide(pixels, 0.25) as slide:
+        sheet = np.asarray(draw_crops(slide, {"Highest score": [(1, outlined), (2, point)]}, "score"))
+    top = int(np.flatnonzero((sheet == RED).all(axis=2).any(axis=1))[0])
+    first, second = (sheet[top : top + CROP_PX, MARGIN_PX + i * (CROP_PX + MARGIN_PX) :][:, :CROP_PX] for i in (0, 1))
+    rows, columns = np.nonzero((first != RED).any(axis=2))
+    assert (rows.min(), rows.max(), columns.min(), columns.max()) == (56, 72, 56, 72)
+    assert len(rows) == 4 * 16, "a thin line"
+    middle = CROP_PX // 2
+    assert all(
+        (second[row, column] == INK).all() for row, column in ((0, middle), (middle, 0), (-1, middle), (middle, -1))
+    )
+    inside = second[drawing.TICK_PX + 2 : -drawing.TICK_PX - 2, drawing.TICK_PX + 2 : -drawing.TICK_PX - 2]
+    assert (inside == RED).all(), "nothing is drawn on the object"
+
+
+def test_outlines_are_wider_where_nuclei_are_large() -> None:
+    widths = [
+        (overlay(np.ones((2, 4)), objects=(square(40, 40, 20),), drawn_as="outlines", spacing_um_px=um)[50] == GREEN)
+        .all(axis=1)
+        .sum()
+        for um in (0.25, 1.0)
+    ]
+    assert widths == [4, 2], "the left and the right side"
+
+
 # Orientation fields
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import json
 import pickle
 import tracemalloc
@@ -129,17 +130,24 @@ def test_ids_depend_on_shape_and_class_but_not_on_measurements() -> None:
     assert str(tumor.id) == "3d53e0bf-ecf7-5257-b127-8c3db974efd1"  # the same in every version
 
 
+@pytest.mark.parametrize("origin", [(0, 0), (30, 50)])
 def test_rendered_objects_are_written_without_further_computation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: tuple[int, int]
 ) -> None:
-    item = SlideObject((SQUARE,), class_name="µ", color=(1, 2, 3), measurements={"score": 0.5})
-    write_geojson(tmp_path / "expected.geojson", [item])
-    rendered = SlideObject((SQUARE,), class_name="µ", color=(1, 2, 3), measurements={"score": 0.5})
-    rendered.render()
-    received = pickle.loads(pickle.dumps(rendered))  # as from another process
+    def write(item: SlideObject, name: str, from_px: tuple[int, int]) -> tuple[bytes, str]:
+        write_geojson(tmp_path / name, [item], from_px)
+        table = io.StringIO()
+        assert list(write_rows([item], table, from_px)) == [item]
+        return (tmp_path / name).read_bytes(), table.getvalue()
+
+    item = SlideObject((SQUARE,), "detection", 'a "µ", b', (1, 2, 3), {"score": 0.5})
+    expected, elsewhere = write(item, "expected.geojson", origin), write(item, "other.geojson", (7, 7))
+    item.render(origin)
+    received = pickle.loads(pickle.dumps(item))  # as from another process
+    assert write(received, "again.geojson", (7, 7)) == elsewhere, "texts for another origin are not used"
     monkeypatch.setattr("rotopath.images.geojson._make_geometry", None)
-    write_geojson(tmp_path / "a.geojson", [received])
-    assert (tmp_path / "a.geojson").read_bytes() == (tmp_path / "expected.geojson").read_bytes()
+    monkeypatch.setattr("rotopath.images.geojson.to_row", None)
+    assert write(received, "a.geojson", origin) == expected
 
 
 def test_coordinates_are_rounded_to_a_hundredth_of_a_pixel(tmp_path: Path) -> None:
@@ -219,6 +227,7 @@ def test_a_measurement_that_is_nan_has_no_value(tmp_path: Path) -> None:
         ('{"features": 3}', "is not GeoJSON: expected a FeatureCollection"),
         ("3", "is not GeoJSON: expected a FeatureCollection"),
         ('[{"geometry": null}]', "has a feature, number 1, that cannot be used"),
+        ('[{"type": Infinity, "geometry": {"type": "Point", "coordinates": [1, 2]}}]', "its type is inf; expected"),
         (COLOR % "Infinity", "the color of a class is"),
         (COLOR % "NaN", "the color of a class is"),
         (COLOR % "256", "the color of a class is"),
@@ -257,6 +266,33 @@ def test_files_named_gz_are_compressed(tmp_path: Path) -> None:
         (tmp_path / "c.geojson.gz").write_bytes(content)
         with pytest.raises(UnreadableFileError, match="is cut off or not a gzip file"):
             read_geojson(tmp_path / "c.geojson.gz")
+
+
+@pytest.mark.parametrize("name", ["a.geojson", "a.geojson.gz"])
+def test_own_files_are_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """So that a file of a million nuclei, which is larger than `MAX_JSON_BYTES`, can be read."""
+    path, other = tmp_path / name, tmp_path / f"other-{name}"
+    objects = [SlideObject((Polygon(SQUARE.outer + i),), "detection", "µ", measurements={"a": i}) for i in range(300)]
+    write_geojson(path, objects, (5, 7))
+    monkeypatch.setattr("rotopath.images.geojson.MAX_JSON_BYTES", 5000)
+    assert read_geojson(path, (5, 7)) == objects
+    content = path.read_bytes()
+    lines = (gzip.decompress(content) if name.endswith("gz") else content).decode().splitlines(keepends=True)
+    changed = {
+        "cut off": [*lines[:100], lines[100][:50]],
+        "without its end": lines[:100],
+        "with more behind its end": [*lines, "3"],
+        "with a damaged feature": [*lines[:100], "{},\n", *lines[100:]],
+        "that begins otherwise": [" ", *lines],
+    }
+    for text in changed.values():  # is read at once, which these limits forbid, to explain the fault
+        with gzip.open(other, "wt", encoding="utf-8") if name.endswith("gz") else other.open("w") as file:
+            file.writelines(text)
+        with pytest.raises(UnreadableFileError, match="is larger than"):
+            read_geojson(other)
+    monkeypatch.setattr("rotopath.images.geojson.MAX_LINES_BYTES", 20_000)
+    with pytest.raises(UnreadableFileError, match="is larger than"):
+        read_geojson(path)
 
 
 @pytest.mark.parametrize("name", ["a.geojson", "a.geojson.gz"])

@@ -2,10 +2,11 @@
 
 import errno
 import io
+import os
 import re
+import tracemalloc
 import zlib
-from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import tifffile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sharing import pipe_at
 
 from rotopath.images import UnreadableFileError, open_slide
 from rotopath.images import pyramid as pyramid_module
@@ -45,11 +47,17 @@ def _draw(size: tuple[int, int], kind: str) -> np.ndarray:
 @given(
     size=st.tuples(st.integers(1, 150), st.integers(1, 150)),
     kind=st.sampled_from(["map", "bytes", "rgb"]),
-    height=st.integers(1, 70),
+    in_file=st.booleans(),
 )
-def test_every_level_is_read_as_it_was_written(tmp_path: Path, size: tuple[int, int], kind: str, height: int) -> None:
+def test_every_level_is_read_as_it_was_written(tmp_path: Path, size: tuple[int, int], kind: str, in_file: bool) -> None:
     image = _draw(size, kind)
-    write_pyramid(tmp_path / "a.ome.tif", (image[top : top + height] for top in range(0, size[0], height)), size, 0.25)
+    with ExitStack() as stack:
+        source: MapFile | np.ndarray = image
+        if in_file:
+            source = MapFile(tmp_path / "map", image.shape, image.dtype)
+            stack.callback(source.close)
+            source.write(0, 0, image)
+        write_pyramid(tmp_path / "a.ome.tif", source, 0.25)
     with tifffile.TiffFile(tmp_path / "a.ome.tif") as tiff:
         (series,) = tiff.series
         assert tiff.is_ome
@@ -64,7 +72,7 @@ def test_every_level_is_read_as_it_was_written(tmp_path: Path, size: tuple[int, 
 @pytest.mark.parametrize("size", [(150, 97), (1, 33), (64, 64)])
 def test_levels_of_a_label_map_contain_no_other_numbers(tmp_path: Path, size: tuple[int, int]) -> None:
     labels = np.random.default_rng(0).integers(0, 2**32, size, dtype=np.uint32)
-    write_pyramid(tmp_path / "a.ome.tif", [labels], size, 0.25)
+    write_pyramid(tmp_path / "a.ome.tif", labels, 0.25)
     with tifffile.TiffFile(tmp_path / "a.ome.tif") as tiff:
         levels = [level.asarray() for level in tiff.series[0].levels]
     for level, values in enumerate(levels):
@@ -74,7 +82,7 @@ def test_levels_of_a_label_map_contain_no_other_numbers(tmp_path: Path, size: tu
 
 
 def test_metadata_is_what_qupath_and_bioformats_read(tmp_path: Path) -> None:
-    write_pyramid(tmp_path / "a.ome.tif", [_draw((100, 130), "map")], (100, 130), 0.5, name="probability of tumor")
+    write_pyramid(tmp_path / "a.ome.tif", _draw((100, 130), "map"), 0.5, name="probability of tumor")
     with tifffile.TiffFile(tmp_path / "a.ome.tif") as tiff:
         metadata = tiff.ome_metadata
         assert len(tiff.pages) == 1  # the lower levels are in its sub-IFDs
@@ -91,7 +99,7 @@ def test_metadata_is_what_qupath_and_bioformats_read(tmp_path: Path) -> None:
 def test_an_image_opens_as_a_slide_with_its_levels(tmp_path: Path) -> None:
     pytest.importorskip("tiffslide")
     image = _draw((100, 130), "rgb")
-    write_pyramid(tmp_path / "a.ome.tif", [image], (100, 130), 0.25)
+    write_pyramid(tmp_path / "a.ome.tif", image, 0.25)
     with open_slide(tmp_path / "a.ome.tif") as slide:
         assert slide.spacing_um_px == 0.25
         assert [level.downsample for level in slide.levels] == [1, 2, 4, 8]
@@ -101,48 +109,57 @@ def test_an_image_opens_as_a_slide_with_its_levels(tmp_path: Path) -> None:
 
 def test_a_large_file_is_a_bigtiff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pyramid_module, "MAX_CLASSIC_BYTES", 1000)
-    write_pyramid(tmp_path / "a.ome.tif", [_draw((50, 50), "map")], (50, 50), 0.25)
+    write_pyramid(tmp_path / "a.ome.tif", _draw((50, 50), "map"), 0.25)
     with tifffile.TiffFile(tmp_path / "a.ome.tif") as tiff:
         assert tiff.is_bigtiff
 
 
-def test_tiles_are_written_before_all_strips_are_read(tmp_path: Path) -> None:
-    """Some tiles are compressed ahead, but a large map is never held as a whole."""
-    written: list[int] = []
+@pytest.mark.parametrize("dtype", [np.float32, np.uint32])
+def test_memory_does_not_grow_with_the_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: type[np.float32 | np.uint32]
+) -> None:
+    monkeypatch.setattr(pyramid_module, "TILE_PX", 64)
+    monkeypatch.setattr(pyramid_module, "SQUARE_PX", 16)
 
-    def strips() -> Iterator[np.ndarray]:
-        for top in range(0, 3200, 32):
-            files = list(tmp_path.glob(".*.unfinished"))
-            written.append(files[0].stat().st_size if files else 0)
-            yield np.full((32, 3200), top, np.float32)
+    def measure_peak(columns: int) -> int:
+        numbers = MapFile(tmp_path / "map", (300, columns), dtype)
+        for left in range(0, columns, 500):
+            numbers.write(0, left, np.random.default_rng(0).integers(0, 9, (300, 500)))
+        tracemalloc.start()
+        write_pyramid(tmp_path / "a.ome.tif", numbers, 0.25)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        numbers.close()
+        return peak
 
-    write_pyramid(tmp_path / "a.ome.tif", strips(), (3200, 3200), 0.25)
-    assert len(set(written)) > 3
+    measure_peak(500)  # imports
+    small, large = measure_peak(4000), measure_peak(16_000)
+    assert large - small < 0.1 * 300 * 12_000 * 4, "bytes of what the larger map has more"
 
 
 @pytest.mark.parametrize(
-    ("strips", "sentence"),
+    ("pixels", "sentence"),
     [
-        ([], r"got a size of 10 × 8 px \(rows × columns\) and no strips"),
-        ([np.zeros((10, 8), np.float64)], r"of float32, uint8 or uint32; got \(10, 8\) of float64"),
-        ([np.zeros((10, 8, 4), np.uint8)], r"got \(10, 8, 4\) of uint8"),
-        ([np.zeros((10, 7), np.uint8)], "at row 0, which does not fit"),
-        ([np.zeros((6, 8), np.uint8), np.zeros((6, 8), np.uint8)], "at row 6, which does not fit"),
-        ([np.zeros((6, 8), np.uint8), np.zeros((4, 8), np.float32)], "at row 6, which does not fit"),
-        ([np.zeros((6, 8), np.uint8)], "of 10 rows got strips with only 6 rows"),
+        (np.zeros((0, 8), np.uint8), r"got \(0, 8\) of uint8"),
+        (np.zeros((10, 8), np.float64), r"of float32, uint8 or uint32; got \(10, 8\) of float64"),
+        (np.zeros((10, 8, 4), np.uint8), r"got \(10, 8, 4\) of uint8"),
     ],
 )
-def test_strips_that_do_not_fit_leave_the_old_file(tmp_path: Path, strips: list[np.ndarray], sentence: str) -> None:
+def test_pixels_of_another_type_leave_the_old_file(tmp_path: Path, pixels: np.ndarray, sentence: str) -> None:
     (tmp_path / "a.ome.tif").write_text("the old file")
     with pytest.raises(ValueError, match=sentence):
-        write_pyramid(tmp_path / "a.ome.tif", iter(strips), (10, 8), 0.25)
+        write_pyramid(tmp_path / "a.ome.tif", pixels, 0.25)
     assert [path.name for path in tmp_path.iterdir()] == ["a.ome.tif"]
     assert (tmp_path / "a.ome.tif").read_text() == "the old file"
 
 
-def test_painting_keeps_the_map_where_values_are_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("square_px", [16, 128])
+def test_painting_keeps_the_map_where_values_are_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, square_px: int
+) -> None:
+    monkeypatch.setattr(pyramid_module, "SQUARE_PX", square_px)
     rng = np.random.default_rng(0)
-    painted, expected = MapFile(tmp_path / "map", (40, 50), np.uint32), np.zeros((40, 50), np.uint32)
+    painted, expected = MapFile(tmp_path / "map", (40, 65), np.uint32), np.zeros((40, 65), np.uint32)
     for _ in range(30):
         top, left = int(rng.integers(30)), int(rng.integers(30))
         values = rng.integers(1, 9, (10, 20)) * (rng.random((10, 20)) < rng.choice([0, 0.05, 0.5]))
@@ -150,18 +167,26 @@ def test_painting_keeps_the_map_where_values_are_0(tmp_path: Path) -> None:
         box = expected[top : top + 10, left : left + 20]
         box[values != 0] = values[values != 0]
         np.testing.assert_array_equal(painted.read(), expected)
+        np.testing.assert_array_equal(painted.read_part((top, 39), (left, left + 3)), expected[top:39, left : left + 3])
+        left += 15  # `write` also writes zeros
+        painted.write(top, left, values)
+        expected[top : top + 10, left : left + 20] = values
+    np.testing.assert_array_equal(painted.read(), expected)
+    for top, left in ((-1, 0), (0, -1), (31, 0), (0, 46)):
+        with pytest.raises(ValueError, match="not in a map"):
+            painted.write(top, left, np.ones((10, 20)))
     painted.close()
 
 
 class _AlmostFullDisk(io.FileIO):
-    """A file that takes a few bytes at a time, as a disk that is almost full, and then none."""
+    """A file that takes a part of the bytes at a time, as a disk that is almost full, and then none."""
 
-    room = 300
+    room = 4 * pyramid_module.SQUARE_PX**2 + 300
 
     def write(self, content: Any) -> int:
         if not self.room:
             raise OSError(errno.ENOSPC, "No space left on device")
-        count = super().write(content[: min(self.room, 32)])
+        count = super().write(content[: min(self.room, 5000)])
         self.room -= count
         return count
 
@@ -263,3 +288,9 @@ def test_stored_maps_of_strangers_are_refused_before_they_fill_the_memory(
     sentence = f"is damaged .*{re.escape(message)}.*; predict the slide again"
     with pytest.raises(UnreadableFileError, match=sentence), StoredMap(tmp_path / "map.zip") as stored:
         stored.read((0, 4), (0, 4), 3)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+def test_a_pipe_in_place_of_a_stored_map_is_refused(tmp_path: Path) -> None:
+    with pipe_at(tmp_path / "map.zip"), pytest.raises(UnreadableFileError, match=r"map\.zip is a pipe"):
+        StoredMap(tmp_path / "map.zip")

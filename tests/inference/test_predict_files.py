@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import gc
 import hashlib
 import json
 import os
@@ -26,7 +27,7 @@ from layouts import write_image
 from PIL import Image
 from scanner_files import write_dicom, write_mirax, write_ome_zarr
 from scipy import ndimage
-from sharing import hold_elsewhere
+from sharing import hold_elsewhere, pipe_at
 from test_pretrained import draw_tissue
 from typer.testing import CliRunner, Result
 
@@ -133,6 +134,28 @@ def test_nuclei_have_numbers_in_a_label_map(has_roi: bool, tmp_path: Path, monke
         filled = fill_outline(nucleus.shape, (600, 600))
         own = labels == int(row["number"])
         assert (filled & own).sum() / own.sum() > 0.8
+
+
+def test_memory_does_not_grow_with_the_number_of_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those that are drawn and cropped are kept."""
+    monkeypatch.setattr(predict_files, "MAX_DRAWN", 40)
+    counts: list[int] = []
+
+    def make_objects(_: SlidePass, __: object) -> Iterator[SlideObject]:
+        for i in range(3000):
+            if i % 1000 == 0:
+                counts.append(sum(isinstance(item, SlideObject) for item in gc.get_objects()))
+            corners = np.array([(1, 1), (1, 9), (9, 9)]) + 10 * np.array(divmod(i, 60))
+            item = SlideObject((Polygon(corners),), "detection", "Nucleus", None, {"probability": i % 997 / 997})
+            item.render()
+            yield item
+
+    monkeypatch.setattr(SlidePass, "objects", make_objects)
+    write_image(tmp_path / "a.png", tissue(100, 100))
+    (outcome,) = rp.predict("nuclei-kumar-n8", tmp_path / "a.png", tmp_path / "out", spacing_um_px=0.25, device="cpu")
+    assert outcome.state == "done"
+    assert len((outcome.folder / "objects.csv").read_text().splitlines()) == 3001
+    assert max(counts) - counts[0] <= 40 + 2 * predict_files.CROP_COUNT + 5
 
 
 def test_coordinates_on_a_stage_start_at_the_scanned_region(tmp_path: Path) -> None:
@@ -260,7 +283,8 @@ def test_damaged_results_are_predicted_again(name: str, images: Path, tmp_path: 
     path = tmp_path / "out/a.png" / name
     content = path.read_bytes()
     middle = len(content) // 2
-    for damaged in (content[:middle], content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :], None):
+    flipped = content[:middle] + bytes([content[middle] ^ 0x80]) + content[middle + 1 :]  # no longer UTF-8
+    for damaged in (content[:middle], flipped, None):
         path.unlink()
         if damaged is not None:
             path.write_bytes(damaged)
@@ -273,6 +297,127 @@ def test_damaged_results_are_predicted_again(name: str, images: Path, tmp_path: 
         assert [outcome.state for outcome in rp.predict(MODEL, images / "a.png", tmp_path / "out", **DONE)] == [
             "skipped"
         ]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+@pytest.mark.parametrize("name", ["summary.json", "objects.geojson"])
+def test_a_pipe_in_place_of_a_result_is_replaced(name: str, images: Path, tmp_path: Path) -> None:
+    rp.predict(MODEL, images / "a.png", tmp_path / "out", **DONE)
+    path = tmp_path / "out/a.png" / name
+    content = path.read_bytes()
+    with pipe_at(path):
+        assert [outcome.state for outcome in rp.predict(MODEL, images / "a.png", tmp_path / "out", **DONE)] == ["done"]
+    assert path.is_file()
+    assert len(path.read_bytes()) == pytest.approx(len(content), abs=20)  # a summary contains times
+
+
+CORRECTED = {  # what a person may save; shapes that are not used here count, too
+    "a point": '[{"type": "Feature", "geometry": {"type": "Point", "coordinates": [3, 4]}, "properties": {}}]',
+    "a line": '{"type": "Feature", "geometry": {"type": "LineString", "coordinates": [[3, 4], [5, 6]]}}',
+    "nothing": '{"type": "FeatureCollection", "features": []}',
+}
+
+
+@pytest.fixture
+def predicted(images: Path, tmp_path: Path) -> tuple[tuple[object, ...], Path]:
+    """A command that has been executed, and the file of objects that it has written."""
+    words = (MODEL, images / "a.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0, "--device", "cpu")
+    result = call(*words, "--keep-map")
+    assert result.exit_code == 0, result.output
+    return words, tmp_path / "out/a.png/objects.geojson"
+
+
+def test_corrections_are_never_replaced(predicted: tuple[tuple[object, ...], Path]) -> None:
+    """The same command keeps them, and says so; other options and models are refused."""
+    words, path = predicted
+    for content in CORRECTED.values():
+        path.write_text(content)
+        again = call(*words)
+        assert again.exit_code == 0, again.output
+        assert (
+            f"a.png: skipped, objects.geojson has changed since the prediction, such as by corrections, and is kept; "
+            f"to predict the slide again, choose another folder with --out, or delete {path.parent}.\n"
+        ) in again.output
+        assert path.read_text() == content
+    for changes in (["--threshold", 0.9, "--reuse"], ["--embedding"], ["--rotations", 2]):
+        refused = call(*words, *changes)
+        assert refused.exit_code == 2
+        assert "such as by corrections, which would be lost; choose another folder with --out" in refused.output
+    (path.parent / "overlay.png").unlink()  # a damaged file beside it
+    assert call(*words).exit_code == 2
+    assert call("mitosis-amida13-n8", *words[1:]).exit_code == 2
+    assert path.read_text() == content
+
+
+def test_large_corrections_of_the_same_size_are_not_replaced(
+    predicted: tuple[tuple[object, ...], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, path = predicted
+    monkeypatch.setattr(predict_files, "HASHED_BYTES", 10)
+    assert call(*words, "--threshold", 0.3).exit_code == 0
+    corrected = path.read_bytes().replace(b'"Tumor"', b'"Tumos"')
+    path.write_bytes(corrected)
+    assert "already done" in call(*words, "--threshold", 0.3).output, "compared by size, which is fast"
+    assert call(*words, "--threshold", 0.4).exit_code == 2
+    assert path.read_bytes() == corrected
+
+
+def test_corrections_that_are_saved_during_a_prediction_are_kept(
+    predicted: tuple[tuple[object, ...], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, path = predicted
+    write = predict_files.write_pyramid
+
+    def write_while_a_person_saves(*arguments: Any) -> None:
+        write(*arguments)
+        path.write_text(CORRECTED["nothing"])
+
+    monkeypatch.setattr(predict_files, "write_pyramid", write_while_a_person_saves)
+    result = call(*words, "--threshold", 0.9)
+    assert result.exit_code == 2
+    assert "which would be lost" in result.output
+    assert path.read_text() == CORRECTED["nothing"]
+
+
+@pytest.mark.parametrize("name", ["objects.geojson.gz", "my corrections.geojson"])
+def test_files_that_a_person_has_added_to_results_are_kept(
+    name: str, predicted: tuple[tuple[object, ...], Path]
+) -> None:
+    words, path = predicted
+    added = path.with_name(name)
+    added.write_text(CORRECTED["nothing"])
+    path.with_name(".DS_Store").touch()
+    assert "already done" in call(*words).output
+    refused = call(*words, "--threshold", 0.9)
+    assert refused.exit_code == 2
+    assert f"contains {name}, which is not a result, and would be lost; move it" in refused.output
+    added.unlink()
+    assert call(*words, "--threshold", 0.9).exit_code == 0, "files of the system are not the work of a person"
+
+
+def test_a_damaged_file_of_objects_is_predicted_again_and_set_aside(
+    predicted: tuple[tuple[object, ...], Path], tmp_path: Path
+) -> None:
+    """It may contain corrections, if it was cut off while a person saved it. Only what would be lost is kept."""
+    words, path = predicted
+    content = path.read_bytes()
+    for number, damaged in enumerate((b'{"features": [my corr', b'{"features": [other')):
+        path.write_bytes(damaged)
+        result = call(*words)
+        assert result.exit_code == 0, result.output
+        aside = tmp_path / "out" / f"a.png.objects.geojson.old{number or ''}"
+        assert f"damaged or of unknown origin, and is kept as {aside}." in result.output
+        assert aside.read_bytes() == damaged
+        assert path.read_bytes() == content
+    path.write_bytes(b"")
+    assert call(*words).exit_code == 0
+    (path.parent / "summary.json").write_text("{")
+    assert "kept as" not in call(*words).output, "the new file is that of before"
+    path.write_text(CORRECTED["nothing"])
+    (path.parent / "summary.json").write_text("{")
+    assert "kept as" in call(*words).output
+    assert (tmp_path / "out/a.png.objects.geojson.old2").read_text() == CORRECTED["nothing"]
+    assert len(list((tmp_path / "out").iterdir())) == 4
 
 
 def test_results_of_versions_without_checksums_are_kept(images: Path, tmp_path: Path) -> None:
@@ -422,7 +567,7 @@ def test_a_full_disk_stops_all_slides_in_one_sentence(
     monkeypatch.setattr(predict_files, "write_pyramid", fail)
     result = call(MODEL, images, "--out", tmp_path / "out", "--spacing-um-px", 1.0)
     assert result.exit_code == 2
-    assert result.output.splitlines() == [
+    assert result.stderr.splitlines() == [
         f"rotopath: The disk of {tmp_path / 'out'} or of the folder for temporary files ({tempfile.gettempdir()}) is "
         f"full; free some space, and run the same command again: finished slides are skipped."
     ]
@@ -532,7 +677,8 @@ def test_two_processes_share_the_slides_and_do_not_disturb_each_other(
     time.sleep(0.2)
     assert second.poll() is None, "it waits for the first"
     (tmp_path / "go-1").touch()
-    printed = [process.communicate(timeout=60)[0].splitlines() for process in (first, second)]
+    outputs = [process.communicate(timeout=60)[0] for process in (first, second)]
+    printed = [[line for line in output.splitlines() if " slides to predict. " not in line] for output in outputs]
     assert [process.returncode for process in (first, second)] == [0, 0]
     assert printed[0][0].startswith("a.png: tumor in")
     assert printed[0][1] == "b.tif: skipped, already done"

@@ -1023,7 +1023,11 @@ def test_a_slide_without_tissue_is_reported() -> None:
 
 def test_enlarged_pixels_are_reported() -> None:
     (warning,) = warn(draw_tissue()[0][:200, :200], 0.5)
-    assert warning.startswith("The slide has 0.5 µm/px, and was enlarged 2 times to the 0.25 µm/px of the model")
+    assert warning == (
+        "The slide has 0.5 µm/px, and was enlarged 2 times to the 0.25 µm/px of the model; details that the model "
+        "needs are missing. Check a part of the results; scan the slide at a higher magnification, or use a model for "
+        "its pixel spacing."
+    )
 
 
 def test_a_slide_that_is_not_h_and_e_is_reported_unless_the_model_is_for_other_stains() -> None:

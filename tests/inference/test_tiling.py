@@ -1,5 +1,6 @@
 """Tiles: their outputs equal those of the whole image, a tile is predicted as a whole, and only the network rounds."""
 
+import gc
 import math
 import os
 import signal
@@ -10,7 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -286,21 +289,55 @@ def is_running(process_id: int) -> bool:
         return False
 
 
-def test_large_arrays_go_to_workers_and_back_in_files_that_are_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_large_arrays_go_to_workers_and_back_in_blocks_that_are_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
+) -> None:
+    if not in_memory:
+        monkeypatch.delattr(os, "memfd_create", raising=False)
     rng = np.random.default_rng(0)
-    large, small = rng.random((200, 300)), rng.random(5)
-    parcel = tiling._pack({"large": large, "turned": large.T, "small": small, "text": "µ"}, tmp_path)
-    (file,) = tmp_path.iterdir()
-    assert file.stat().st_size == 2 * large.nbytes
-    assert len(parcel.content) < 1000
-    received = tiling._unpack(parcel)
-    assert not list(tmp_path.iterdir())
-    np.testing.assert_array_equal(received["large"], large)
-    np.testing.assert_array_equal(received["turned"], large.T)
-    np.testing.assert_array_equal(received["small"], small)
-    assert received["text"] == "µ"
-    received["large"][:] = 0  # arrays can be written
-    assert tiling._pack(small, tmp_path).file is None, "small arrays need no file"
+    large, small = rng.random((200, 301)).astype(np.float32), rng.random(5)
+    item = {"large": large, "turned": large.T, "small": small, "text": "µ"}
+    with closing(tiling._Blocks(tmp_path)) as blocks:
+        block, other = blocks.take(), blocks.take()
+        assert block != other
+        assert len(list(tmp_path.iterdir())) == (0 if in_memory and hasattr(os, "memfd_create") else 2)
+        parcel = tiling._pack(item, block)
+        assert Path(block).stat().st_size < parcel.end + 64 < 2 * large.nbytes + 256
+        assert len(parcel.content) < 1000
+        answer = tiling._call_in_worker(_double_large, parcel)
+        for received, factor in ((tiling._unpack(parcel), 1), (tiling._unpack(answer), 2)):
+            np.testing.assert_array_equal(received["large"], factor * large)
+            np.testing.assert_array_equal(received["turned"], large.T)
+            np.testing.assert_array_equal(received["small"], small)
+            assert received["text"] == "µ"
+            received["large"][:] = 0  # arrays can be written
+        blocks.give_back(block)
+        assert blocks.take() == block
+        again = tiling._call_in_worker(_double_large, tiling._pack({"large": large[:150]}, block))
+        np.testing.assert_array_equal(tiling._unpack(again)["large"], 2 * large[:150])
+        larger = tiling._pack({"large": rng.random((900, 301))}, block)
+        np.testing.assert_array_equal(tiling._unpack(larger, is_mapped=True)["large"], tiling._unpack(larger)["large"])
+        assert not tiling._pack(small, block).sizes, "small arrays need no block"
+        blocks.clear()
+        assert Path(block).stat().st_size == 0
+
+
+def _double_large(item: dict[str, Any]) -> dict[str, Any]:
+    assert item["large"].flags.aligned
+    return {**item, "large": 2 * item["large"]}
+
+
+def test_workers_use_few_blocks_for_many_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = set()
+    take = tiling._Blocks.take
+    monkeypatch.setattr(tiling._Blocks, "take", lambda blocks: taken.add(path := take(blocks)) or path)
+    images = [np.full((200, 400), i) for i in range(30)]
+    with start_workers(2) as run:
+        assert run is not None
+        for i, sums in enumerate(run(np.negative, images)):
+            assert (sums == -i).all()
+    assert len(taken) <= 2 + 5
 
 
 def test_workers_read_the_same_pixels_as_threads(tmp_path: Path) -> None:
@@ -325,6 +362,21 @@ def test_workers_read_the_same_pixels_as_threads(tmp_path: Path) -> None:
 
 
 # Other threads
+
+
+def test_settings_of_python_are_restored_after_a_slide() -> None:
+    gc.unfreeze()
+    before = sys.getswitchinterval()
+    with suppress(KeyError), tiling.switch_threads_often(), tiling.spare_old_objects():
+        assert sys.getswitchinterval() == pytest.approx(5e-4)
+        assert gc.get_freeze_count() > 10_000
+        raise KeyError
+    assert (sys.getswitchinterval(), gc.get_freeze_count()) == (before, 0)
+    gc.freeze()
+    with tiling.spare_old_objects():
+        pass
+    assert gc.get_freeze_count() > 10_000, "a program that has frozen its objects finds them frozen"
+    gc.unfreeze()
 
 
 def test_items_are_computed_one_ahead_in_another_thread() -> None:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, Polygon
 from PIL import Image
 
-from rotopath.data.dataset import Dataset
+from rotopath.data.dataset import DataError, Dataset
 from rotopath.data.formats import open_data
 from rotopath.reports import contact_sheet
 from rotopath.reports.contact_sheet import (
@@ -47,7 +47,7 @@ def test_circles_are_at_mitoses(tmp_path: Path) -> None:
 
 
 def test_outlines_are_at_nuclei(tmp_path: Path) -> None:
-    """A nucleus on rows 20 to 25 and columns 100 to 105 of a wide image, whose center is shown."""
+    """A nucleus on rows 20 to 25 and columns 100 to 105 of a wide image, whose part around it is shown."""
     labels = np.zeros((60, 240), np.uint16)
     labels[20:26, 100:106] = 3
     write_image(tmp_path / "a.png", pixels(60, 240))
@@ -58,7 +58,7 @@ def test_outlines_are_at_nuclei(tmp_path: Path) -> None:
     axes = draw_tile(open_data(tmp_path))
     (outline,) = (np.concatenate([path.vertices for path in drawn.get_paths()]) for drawn in axes.collections)
     assert (*outline.min(axis=0), *outline.max(axis=0)) == (99.5, 19.5, 105.5, 25.5)
-    assert axes.get_xlim() == (88.5, 148.5)
+    assert axes.get_xlim() == (71.5, 131.5)
 
 
 @pytest.mark.parametrize("name", ["a$^$b", "名前", "a [k]", "x" * 80])
@@ -211,3 +211,88 @@ def test_ignored_areas_are_dashed(tmp_path: Path) -> None:
     assert isinstance(patch, Polygon)
     assert patch.get_xy()[:3].tolist() == [[9.5, 19.5], [29.5, 19.5], [29.5, 39.5]], "(0, 0) is a pixel center here"
     assert patch.get_linestyle() == "--"
+
+
+def texts(sheet: Figure) -> list[str]:
+    return [text.get_text() for text in sheet.texts]
+
+
+def field_of_points(root: Path, distance_px: int, size: int = 600) -> Path:
+    """An image of glass with five points around its lower left corner, and one far from them."""
+    row, column = size - 100, 100
+    steps = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
+    positions = [(100, 500), *((row + i * distance_px, column + k * distance_px) for i, k in steps)]
+    write_image(root / "a.png", np.full((size, size, 3), 240, np.uint8))
+    ring = [[300, 300], [320, 300], [320, 320], [300, 300]]
+    area = {
+        "geometry": {"type": "Polygon", "coordinates": [ring]},
+        "properties": {"classification": {"name": "Ignore*"}},
+    }
+    points = [
+        {"geometry": {"type": "Point", "coordinates": [x + 0.5, y + 0.5]}, "properties": {}} for y, x in positions
+    ]
+    (root / "a.geojson").write_text(json.dumps([{"type": "Feature", **feature} for feature in (*points, area)]))
+    header = ("image", "points", "split", "spacing")
+    write_csv(root / "manifest.csv", [header, ("a.png", "a.geojson", "train", 0.25)])
+    return root
+
+
+@pytest.mark.parametrize(("distance_px", "radius_um"), [(20, 1.75), (8, 1.5), (70, 7.5)])
+def test_circles_of_crowded_points_are_smaller(
+    tmp_path: Path, drawn: list[Figure], distance_px: int, radius_um: float
+) -> None:
+    """Circles of 7.5 µm would hide the nuclei, and overlap. A cross is at each position."""
+    draw_contact_sheet(open_data(field_of_points(tmp_path, distance_px)), tmp_path / "sheet.png")
+    (axes,) = drawn[0].axes
+    circles = [patch for patch in axes.patches if isinstance(patch, Circle)]
+    assert {round(circle.radius * 0.25, 6) for circle in circles} == {radius_um}
+    crosses = [(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in axes.lines]
+    assert crosses == [circle.center for circle in circles]
+    legend = texts(drawn[0])[-1]
+    assert ("is a true positive" in legend) == (radius_um == 7.5)
+    assert "Ignore*" not in legend, "no ignored area is in the tile"
+
+
+def test_circles_of_one_pair_among_single_points_are_not_smaller(tmp_path: Path, drawn: list[Figure]) -> None:
+    write_csv(tmp_path / "pair.csv", [(20, 20), (20, 40)])
+    rows = [(f"{i}.png", "pair.csv" if i == 0 else "one.csv", "train", 0.25) for i in range(4)]
+    write_csv(tmp_path / "one.csv", [(20, 20)])
+    for image, *_ in rows:
+        write_image(tmp_path / image, pixels(60, 60))
+    write_csv(tmp_path / "manifest.csv", [("image", "points", "split", "spacing"), *rows])
+    draw_contact_sheet(open_data(tmp_path), tmp_path / "sheet.png")
+    assert "is a true positive" in texts(drawn[0])[-1]
+
+
+def test_tiles_show_most_objects_and_the_legend_explains_dashed_lines(tmp_path: Path, drawn: list[Figure]) -> None:
+    root = field_of_points(tmp_path, 20)
+    draw_contact_sheet(open_data(root), tmp_path / "sheet.png")
+    (axes,) = drawn[0].axes
+    assert axes.get_xlim() == (3.5, 195.5), "the point in the middle of five"
+    assert axes.get_ylim() == (595.5, 403.5)
+    (root / "a.geojson").write_text(json.dumps(json.loads((root / "a.geojson").read_text())[-1:]))
+    draw_contact_sheet(open_data(root), tmp_path / "sheet.png")
+    assert any("dashed: edges of ignored areas" in text for text in texts(drawn[1])), "the center of the image"
+
+
+def test_chosen_images_have_a_row_of_tiles(tmp_path: Path, drawn: list[Figure]) -> None:
+    """Names are those of the dataset or of files; the title is the name of the folder."""
+    dataset = open_data(field_of_points(tmp_path / "lab", 20))
+    for image in ("a.png", "a", str(dataset.samples[0].path)):
+        draw_contact_sheet(dataset, tmp_path / "sheet.png", images=[image])
+        first, second = drawn[-1].axes
+        assert first.get_xlim() == (3.5, 195.5)
+        assert second.get_xlim() == (403.5, 595.5)
+        assert texts(drawn[-1])[:2] == ["lab: points", "train: a.png"]
+    with pytest.raises(DataError, match=r"--image b is no image of .*lab; choose from its 1 file \(a.png\)"):
+        draw_contact_sheet(dataset, tmp_path / "other.png", images=["a", "b"])
+    assert not (tmp_path / "other.png").exists()
+
+
+def test_rows_state_how_many_images_they_leave_out(tmp_path: Path, drawn: list[Figure]) -> None:
+    for name in "abcdefgh":
+        write_image(tmp_path / f"{name}.png", pixels(20, 20))
+    rows = [(f"{name}.png", "x", "train" if name < "h" else "test", 1) for name in "abcdefgh"]
+    write_csv(tmp_path / "manifest.csv", [("image", "label", "split", "spacing"), *rows])
+    draw_contact_sheet(open_data(tmp_path), tmp_path / "sheet.png")
+    assert texts(drawn[0])[1:3] == ["train (6 of 7 images)", "test"]

@@ -18,7 +18,7 @@ import rotopath
 from rotopath.inference import Prediction
 from rotopath.metrics.classification import MIN_CASES
 from rotopath.recipe import Recipe
-from rotopath.reports.terminal import SafeConsole, score_table, user_errors_in_one_sentence
+from rotopath.reports.terminal import SafeConsole, print_error, score_table, user_errors_in_one_sentence
 from rotopath.tasks import TUMOR, Classify, Detect, Segment
 from rotopath.tasks.classify import PatchEvidence
 from rotopath.tasks.detect import Detections, FieldEvidence
@@ -39,6 +39,15 @@ def test_control_characters_of_names_do_not_reach_the_terminal(capsys: pytest.Ca
     printed = "".join(capsys.readouterr())
     assert printed.count("a\\x1b]0;owned\\x1b[2Jé\\u202egnp.µ") == 3  # rich removes the bell
     assert not re.search("[\x1b\x07\u202e]", printed)
+
+
+def test_the_middle_of_very_long_words_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as a number of thousands of digits in a recipe."""
+    print_error(f"'seed' must be a whole number; got {'1' * 2500}{'2' * 2500}, and /{'a' * 900} is a path.")
+    printed = capsys.readouterr().err
+    assert (
+        printed == f"rotopath: 'seed' must be a whole number; got {'1' * 100}…{'2' * 99}, and /{'a' * 900} is a path.\n"
+    )
 
 
 def hide(cause: OSError) -> Exception:
@@ -217,5 +226,7 @@ def test_too_few_cases_have_no_intervals(score: Any) -> None:
     few, enough = (show({"test": score(count)}) for count in (MIN_CASES - 1, MIN_CASES))
     assert "No confidence intervals: there are too few patients, slides or patches." in few
     assert "[" not in few
+    assert "interval over" not in few
+    assert "interval over" in enough
     assert "No confidence intervals" not in enough
     assert "[" in enough

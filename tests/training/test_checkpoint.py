@@ -14,7 +14,7 @@ import pytest
 import torch
 from layouts import amida13, kumar, pcam, pcam_name, pixels, write_csv, write_hdf5, write_image
 from safetensors.torch import load, save
-from sharing import hold_elsewhere
+from sharing import hold_elsewhere, pipe_at
 from short_runs import (
     PATCH_CLASSES,
     converted_recipe,
@@ -28,6 +28,7 @@ from torch import Tensor
 import rotopath as rp
 from rotopath import runs
 from rotopath.data import DataError, open_data
+from rotopath.images import UnreadableFileError
 from rotopath.model_file import MODEL, WEIGHTS, RunError
 from rotopath.recipe import Mining, Recipe
 from rotopath.runs import Run
@@ -122,6 +123,14 @@ def test_overwritten_bytes_are_noticed_before_a_training_is_resumed(
             train(killed[0], folder)
     (folder / name).write_bytes(content)
     train(killed[0], folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+@pytest.mark.parametrize("name", [RESUME, KEPT])
+def test_a_pipe_in_place_of_a_checkpoint_is_refused(killed: tuple[Recipe, Path], tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(killed[1], tmp_path / "run")
+    with pipe_at(folder / name), pytest.raises((UnreadableFileError, RunError), match=f"{name} is a pipe"):
+        train(killed[0], folder)
 
 
 @pytest.mark.parametrize(

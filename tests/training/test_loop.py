@@ -394,6 +394,14 @@ def test_outputs_that_both_tasks_have_are_taken(data: dict[str, Path]) -> None:
         "fresh: head.conv, head.norm (except the outputs inside, border, background)."
         in found.describe_lines(recipe)[0]
     )
+    for data_of_parent, expected in (
+        ({"source": "manifest", "path": "round1"}, "trained on round1."),
+        ({"source": "PCam", "path": "pcam"}, "trained on PCam (check the terms of its data)."),
+        ({"source": "PCam", "terms": "CC0"}, "trained on PCam (terms of the data: CC0)."),
+        ({"title": "ours", "source": "manifest"}, "trained on ours (check the terms of its data)."),
+    ):
+        line = replace(found, provenance={"data": data_of_parent}).describe_lines(recipe)[1]
+        assert line == f"nuclei-kumar-n8 was {expected}"
     found.load_into(network)
     parent = rp.load("nuclei-kumar-n8").network.state_dict()
     for name in ("head.conv.weight", "head.norm.weight", "head.norm.bias", "head.norm.running_mean"):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import rotopath
-from rotopath.cli import datasets, doctor, evaluate, export, list_models, predict, study, train
+from rotopath.cli import audit, datasets, doctor, evaluate, export, list_models, predict, study, train
 from rotopath.reports import terminal
 
 __all__ = ["app"]
@@ -49,6 +49,7 @@ app.command("recipes")(train.recipes)
 app.command("init")(train.init)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
+app.command("audit")(audit.audit)
 app.command("slides")(predict.slides)
 app.command("predict")(predict.predict)
 app.command("export")(export.export)

@@ -5,6 +5,7 @@ check`, `data show`, `data export` and `data make`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
     from rotopath.data.formats import Check
 
 PATH_HELP = (
-    "Dataset: the downloaded folder of AMIDA13, TUPAC16, Kumar, MoNuSeg or PCam; a folder with a subfolder of patches "
-    "for each class; or a manifest (CSV file)."
+    "Dataset: the folder that `rotopath data import` has written; a manifest (CSV file); the downloaded folder of "
+    "AMIDA13, TUPAC16, Kumar, MoNuSeg or PCam; or a folder with a subfolder of patches for each class."
 )
 SPACING_HELP = "Pixel spacing, in µm/px, of images whose files do not specify a pixel spacing."
 IMAGE_SUFFIXES = (".png", ".jpg", ".pdf", ".svg")
-CONTACT_SHEET = "contact-sheet.png"
 MAX_COLUMNS = 5  # largest number of columns with counts that fits a terminal with a width of 80 characters
 
 
@@ -39,12 +39,15 @@ def import_data(
             "for each class; results of `rotopath predict`; or the folder of an earlier import."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the manifest and the annotations. It must be new or empty.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the manifest and the annotations. It must be new or empty, unless --overwrite."),
+    ],
     classes: Annotated[
         str | None,
         typer.Option(
-            help="New names of classes: OLD=NEW,... An empty name (OLD=) leaves a class out. The name Ignore* makes "
-            "the outlines of a class ignored areas."
+            help="New names of classes: OLD=NEW,... An empty name (OLD=) leaves a class out; =NEW is for objects "
+            "without a class. The name Ignore* makes the outlines of a class ignored areas."
         ),
     ] = None,
     read_as: Annotated[
@@ -80,15 +83,34 @@ def import_data(
     label: Annotated[
         str | None, typer.Option(help="Column of --table with the class of each image. No objects are read then.")
     ] = None,
-    spacing_um_px: Annotated[float | None, typer.Option("--spacing-um-px", help=SPACING_HELP)] = None,
+    spacing_um_px: Annotated[
+        float | None,
+        typer.Option(
+            "--spacing-um-px",
+            help="Pixel spacing of the images in µm/px. Required if neither an image, its annotations nor --table "
+            "specify it. If one of these files specifies a pixel spacing that differs by more than 1 %, "
+            "--override-spacing is required, too.",
+        ),
+    ] = None,
+    override_spacing: Annotated[
+        bool,
+        typer.Option(
+            "--override-spacing",
+            help="Use --spacing-um-px also for images whose files specify another pixel spacing.",
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace --out if `rotopath data import` has written it.")
+    ] = False,
 ) -> None:
     """Import annotated images from the formats of other software, and check them. Images are not copied.
 
     The command writes a manifest, a GeoJSON file for each image, and a contact sheet. The exit code is 0 if there are
-    no problems, and 1 if there are problems.
+    no problems, and 1 if there are problems. The files are written also then, so that you can look at the problems.
     """
     from rotopath.data import DataError, problems
     from rotopath.data import import_data as import_sources
+    from rotopath.data.importing import CONTACT_SHEET
     from rotopath.images import UnreadableFileError
 
     with terminal.user_errors_in_one_sentence():
@@ -98,7 +120,7 @@ def import_data(
 
         def draw(written: "Dataset", folder: Path) -> None:
             try:
-                draw_contact_sheet(written, folder / CONTACT_SHEET, 0)
+                draw_contact_sheet(replace(written, root=out.resolve()), folder / CONTACT_SHEET, 0)
             except (DataError, UnreadableFileError) as error:
                 faults.append(f"The contact sheet cannot be drawn: {error}".replace(str(folder), str(out)))
 
@@ -113,6 +135,8 @@ def import_data(
             table=table,
             label=label,
             spacing_um_px=spacing_um_px,
+            override_spacing=override_spacing,
+            overwrite=overwrite,
             finish=draw,
         )
         result = _check(dataset)
@@ -123,6 +147,8 @@ def import_data(
         terminal.print_path("Contact sheet", out / CONTACT_SHEET)
     terminal.print_path("Manifest", out / "manifest.csv")
     if problems(result.findings):
+        sentence = f"The dataset in {out} has problems; solve them, and run the same command again with --overwrite."
+        terminal.console.print(sentence, highlight=False, soft_wrap=True, markup=False)
         raise typer.Exit(1)
 
 
@@ -191,7 +217,17 @@ def show_data(
     out: Annotated[Path, typer.Option(help="Image file to write (.png, .jpg, .pdf or .svg).")] = Path(
         "contact-sheet.png"
     ),
-    seed: Annotated[int, typer.Option(min=0, help="Random seed. A different seed selects different images.")] = 0,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--image",
+            help="Name of an image to draw, such as case7.svs: the parts of it that show most objects. Give the option "
+            "several times for several images.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Random seed. A different seed selects different images.")
+    ] = 0,
     augment: Annotated[
         bool,
         typer.Option("--augment", help="Draw one image with each type of augmentation that a recipe can have instead."),
@@ -208,13 +244,15 @@ def show_data(
         from rotopath.reports.contact_sheet import draw_augmentations, draw_contact_sheet
 
         draw = draw_augmentations if augment else draw_contact_sheet
-        terminal.print_path("Contact sheet", draw(open_data(path, None, spacing_um_px), out, seed))
+        terminal.print_path("Contact sheet", draw(open_data(path, None, spacing_um_px), out, seed, image or ()))
 
 
 def make_data(
     task: Annotated[str, typer.Option(help="Task: mitosis, nuclei or tumor.")],
     out: Annotated[Path, typer.Option(help="Folder for the dataset. It must be new or empty.")],
-    seed: Annotated[int, typer.Option(min=0, help="Random seed. The same seed generates identical files.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Random seed. The same seed generates identical files.")
+    ] = 0,
 ) -> None:
     """Generate annotated synthetic tissue images, stored like AMIDA13 (mitosis), Kumar (nuclei) or PCam (tumor)."""
     from rotopath.synthetic import make_mitosis, make_nuclei, make_tumor
@@ -257,9 +295,9 @@ def data_table(check: "Check") -> Group:
     wrong = problems(check.findings)
     notes = [finding for finding in check.findings if not finding.is_problem]
     for title, findings in (("problem", wrong), ("note", notes)):
-        if findings:
-            parts.append(Text(f"{len(findings)} {title}{'s' if len(findings) > 1 else ''}", "bold"))
-            parts += [Text(f"- {line}") for line in group_findings(findings)]
+        if lines := group_findings(findings):
+            parts.append(Text(f"{len(lines)} {title}{'s' if len(lines) > 1 else ''}", "bold"))
+            parts += [Text(f"- {line}") for line in lines]
             parts.append(Text())
     if not wrong:
         parts.append(Text("No problems.", "green"))

@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from rotopath.environment import has_gpu_driver, start_fork_server
 from rotopath.reports import terminal
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def predict(
             min=0,
             max=64,
             help="Processes that normalize stains, and find and outline objects, while the network computes. By "
-            "default 0 on the CPU; on a GPU half as many as CPU cores, at most 8, if the objects are outlined.",
+            "default 0 on the CPU; on a GPU two fewer than CPU cores, at most 16, if the objects are outlined.",
         ),
     ] = None,
     profile: Annotated[
@@ -154,6 +155,9 @@ def predict(
     """
     started = time.perf_counter()
     with terminal.user_errors_in_one_sentence():
+        if cluster is None and (workers or (workers is None and device != "cpu" and has_gpu_driver())):
+            start_fork_server()  # before torch is imported, because this takes as long in the server
+
         from rotopath.images.files import is_plausible
         from rotopath.inference.cluster import predict_on_cluster
         from rotopath.inference.predict_files import FileOptions, list_slides, predict_files

@@ -63,7 +63,7 @@ def train(
         from rotopath.recipe import read_recipe
         from rotopath.reports.progress import TrainingProgress
         from rotopath.runs import METRICS
-        from rotopath.training import is_first_process, name_folder
+        from rotopath.training import can_resume, is_first_process, name_folder
         from rotopath.training import train as train_run
 
         checked = read_recipe(recipe, [*(changes or []), *([f"from={json.dumps(from_)}"] if from_ else [])])
@@ -74,7 +74,10 @@ def train(
             with TrainingProgress(checked, console) as progress:
                 run = train_run(checked, folder, on_progress=progress.show, on_message=print_line)
         except KeyboardInterrupt as error:
-            terminal.exit_interrupted(error, folder)
+            if can_resume(folder):
+                terminal.exit_interrupted(error, folder)
+            note = ": it begins with the first step, because there was no checkpoint yet"
+            terminal.exit_interrupted(error, note=note)
         if not is_first_process():
             raise typer.Exit  # only the first of several processes prints
         if checked.mining is not None:

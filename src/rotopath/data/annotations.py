@@ -24,8 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from skimage.draw import polygon2mask
+from skimage.measure import points_in_poly
 
 from rotopath.data.dataset import (
+    PixelBox,
     Row,
     Sample,
     TableError,
@@ -136,31 +138,74 @@ def read_sample_objects(sample: Sample, path: Path) -> list[tuple[int, SlideObje
     """Read the objects of a GeoJSON file and their numbers in it, from 1.
 
     Positions are relative to the upper left corner of the sample. If the sample is a rectangle, only the objects in it
-    are returned. If it surrounds a region of another shape, the area outside the region is an additional ignored area.
+    are returned. If it surrounds a region of another shape, only the objects in the region are returned, and the area
+    outside the region is an additional ignored area.
     """
     if sample.box is None:
         return list(enumerate(read_geojson(path), 1))
     top, left, height, width = sample.box
-    outlines: list[tuple[Polygon, ...]] = []
-    objects = []
     all_objects = _read_geojson_once(path, path.stat().st_mtime_ns if path.exists() else 0)
+    regions: list[tuple[Polygon, ...]] = []
+    for item in all_objects:
+        if item.class_name == REGION_CLASS and not isinstance(item.shape, Point):
+            upper, first, lower, last = item.bounds_px
+            if upper <= top + 1 and first <= left + 1 and lower >= top + height - 1 and last >= left + width - 1:
+                regions.append(item.shape)
+    outlines = [transform_outline(region, 1.0, (top, left)) for region in regions]
+    is_partial = bool(outlines) and not any(fill_outline(outline, (height, width)).all() for outline in outlines)
+    objects = []
     for number, item in enumerate(all_objects, 1):
-        upper, first, lower, last = item.bounds_px
+        if item.class_name == REGION_CLASS or not is_in_region(item, sample.box, regions[0] if is_partial else None):
+            continue
         if isinstance(item.shape, Point):
-            if top <= upper < top + height and left <= first < left + width:
-                objects.append((number, replace(item, shape=Point(upper - top, first - left))))
-        elif upper < top + height and lower > top and first < left + width and last > left:
-            outline = transform_outline(item.shape, 1.0, (top, left))
-            if item.class_name != REGION_CLASS:
-                objects.append((number, replace(item, shape=outline)))
-            elif upper <= top + 1 and first <= left + 1 and lower >= top + height - 1 and last >= left + width - 1:
-                outlines.append(outline)
-    if outlines and not any(fill_outline(shape, (height, width)).all() for shape in outlines):
+            shape: Point | tuple[Polygon, ...] = Point(item.shape.row - top, item.shape.column - left)
+        else:
+            shape = transform_outline(item.shape, 1.0, (top, left))
+        objects.append((number, replace(item, shape=shape)))
+    if is_partial:
         corners = np.array([(0, 0), (0, width), (height, width), (height, 0)], np.float64)
         # Positions inside of an odd number of outlines are ignored: those in the rectangle, but not in the region.
         ignored = SlideObject((make_polygon(corners), *outlines[0]), "annotation", IGNORED_CLASS)
         objects.append((len(all_objects) + 1, ignored))
     return objects
+
+
+def is_in_region(item: SlideObject, box: PixelBox, region: tuple[Polygon, ...] | None, by_center: bool = False) -> bool:
+    """Return whether a point is in a region, or any part of an outline; if `by_center`, whether its center is.
+
+    `box` is the rectangle around the region, or a part of it. `region` is None if the region is a rectangle.
+    """
+    top, left, height, width = box
+    if by_center or isinstance(item.shape, Point):
+        row, column = item.center
+        if not (top <= row < top + height and left <= column < left + width):
+            return False
+        positions = np.array([item.center])
+    else:
+        upper, first, lower, last = item.bounds_px
+        if not (upper < top + height and lower > top and first < left + width and last > left):
+            return False
+        positions = np.concatenate([polygon.outer for polygon in item.shape])
+        if region is not None:  # an object may contain a part of the edge of the region
+            edges = np.concatenate([polygon.outer for polygon in region])
+            if np.all((edges > (upper, first)) & (edges < (lower, last)), axis=1).any():
+                return True
+    return region is None or bool(_find_positions_inside(region, positions).any())
+
+
+def _find_positions_inside(outline: tuple[Polygon, ...], positions: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return whether each position (n, 2) is inside an outline, by the even-odd rule."""
+    rings = [ring for polygon in outline for ring in polygon.rings]
+    inside: NDArray[np.bool_] = np.sum([points_in_poly(positions, ring) for ring in rings], axis=0) % 2 == 1  # type: ignore[no-untyped-call]
+    return inside
+
+
+def is_rectangle(shape: tuple[Polygon, ...]) -> bool:
+    """Return whether an outline is a rectangle with sides along rows and columns."""
+    if len(shape) != 1 or shape[0].holes or len(shape[0].outer) != 4:
+        return False
+    steps = np.diff(shape[0].outer, axis=0, append=shape[0].outer[:1])
+    return bool(((steps == 0).sum(axis=1) == 1).all())
 
 
 @lru_cache(GEOJSON_KEPT)

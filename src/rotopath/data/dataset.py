@@ -107,6 +107,7 @@ class Finding:
     file: str  # path relative to the root of the dataset; empty if the message is about the whole dataset
     message: str
     is_problem: bool = True
+    objects: int = 0  # number of objects that the message is about; 0 if it does not state a number
 
     @classmethod
     def from_error(cls, error: UnreadableFileError, root: Path) -> "Finding":
@@ -154,15 +155,21 @@ def problems(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def group_findings(findings: Iterable[Finding]) -> list[str]:
-    """Return a line of text for each finding, or for more than two findings of a type: their number and the first."""
+    """Return a line of text for each finding, or a single line for more than two findings of a type.
+
+    This line has the number of the findings and the first of them, or the one about most objects.
+    """
     groups: dict[str, list[Finding]] = {}
     for finding in findings:
         groups.setdefault(finding.pattern, []).append(finding)
-    return [
-        line
-        for group in groups.values()
-        for line in ([f"{len(group)} times, first: {group[0]}"] if len(group) > 2 else map(str, group))
-    ]
+    return [line for group in groups.values() for line in ([_summarize(group)] if len(group) > 2 else map(str, group))]
+
+
+def _summarize(group: Sequence[Finding]) -> str:
+    """Return a line of text for findings of one type."""
+    if objects := sum(finding.objects for finding in group):
+        return f"{len(group)} times, {objects} objects, most: {max(group, key=lambda finding: finding.objects)}"
+    return f"{len(group)} times, first: {group[0]}"
 
 
 # Pixels of samples

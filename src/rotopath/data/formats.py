@@ -174,18 +174,7 @@ def _open(path: Path, spacing_um_px: float | None) -> Dataset:
                 f"import` writes a manifest from files of other software."
             )
         return open_manifest(path, spacing_um_px)
-    if (known := _find_format(path)) is not None:
-        return known.open(path, spacing_um_px)
-    # Unpacking an archive often adds one level of folders.
-    subfolders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-    matches = [(folder, known) for folder in subfolders if (known := _find_format(folder)) is not None]
-    if len(matches) > 1:
-        folders = ", ".join(str(folder) for folder, _ in matches)
-        raise DataError(f"{path} contains more than one dataset ({folders}); choose one of these folders.")
-    fallbacks = ((folder, known) for folder in (path, *subfolders) for known in FORMATS if known.fallback)
-    match = (
-        matches[0] if matches else next(((folder, known) for folder, known in fallbacks if known.detect(folder)), None)
-    )
+    match = _match_format(path)
     if match is None:
         fault = "is empty" if not any(path.iterdir()) else "is not a dataset of a known format"
         raise DataError(
@@ -194,6 +183,30 @@ def _open(path: Path, spacing_um_px: float | None) -> Dataset:
         )
     folder, known = match
     return known.open(folder, spacing_um_px)
+
+
+def is_dataset(path: Path) -> bool:
+    """Return whether a path is a CSV file or a folder in a known format, so that `open_data` reads it."""
+    return path.suffix.lower() == ".csv" if not path.is_dir() else _match_format(path) is not None
+
+
+def _match_format(path: Path) -> tuple[Path, Format] | None:
+    """Return the first format that fits a folder or one of its subfolders, and the folder that it fits, or None.
+
+    Raises DataError if formats without `fallback` fit several subfolders.
+    """
+    if (known := _find_format(path)) is not None:
+        return path, known
+    # Unpacking an archive often adds one level of folders.
+    subfolders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    matches = [(folder, known) for folder in subfolders if (known := _find_format(folder)) is not None]
+    if len(matches) > 1:
+        folders = ", ".join(str(folder) for folder, _ in matches)
+        raise DataError(f"{path} contains more than one dataset ({folders}); choose one of these folders.")
+    fallbacks = ((folder, known) for folder in (path, *subfolders) for known in FORMATS if known.fallback)
+    return (
+        matches[0] if matches else next(((folder, known) for folder, known in fallbacks if known.detect(folder)), None)
+    )
 
 
 def _find_format(folder: Path) -> Format | None:
@@ -219,12 +232,16 @@ class Check:
 class _Contents:
     """Result of checking one group of samples, which are read together: counts and findings."""
 
+    path: Path  # of the first image file
+    name: str  # of this file, for messages
     objects: Counter[str] = field(default_factory=Counter)  # objects[name]; names: `dataset.objects`, and classes
     findings: list[Finding] = field(default_factory=list)  # problems and notes
     agreement: dict[str, float] = field(default_factory=dict)  # by image name, as in `Check.agreement`
     digests: list[tuple[str, str, bytes]] = field(
         default_factory=list
     )  # name and split of an image, hash of its pixels
+    first_unnamed: str = ""  # position of the first object without a class, for messages; empty if there is none
+    unnamed: int = 0  # number of objects without a class
     areas_px: list[int] = field(default_factory=list)  # of all objects with outlines
     # The diameters of the objects of each image, and the pixel spacing that its file specifies, if any, divided by that
     # of the dataset.
@@ -281,7 +298,8 @@ def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: Non
             evidence.append(contents)
             on_progress(len(group))
     findings += _find_empty_splits(dataset)
-    findings += [*_find_faulty_classes(dataset, counts), *_find_copies(evidence), *_find_misplaced_points(evidence)]
+    findings += [*_find_faulty_classes(dataset, counts), *_find_unnamed(dataset, counts, evidence)]
+    findings += [*_find_copies(evidence), *_find_misplaced_points(evidence)]
     findings += [*_find_misplaced_outlines(evidence), *_find_specks(evidence)]
     if dataset.annotated != "labels" and sum(counts[split][dataset.objects] for split in SPLITS) >= MIN_OBJECTS:
         findings += [*_find_wrong_spacing(dataset.annotated, evidence), *_find_wrong_scale(evidence)]
@@ -298,7 +316,7 @@ def _find_empty_splits(dataset: Dataset) -> list[Finding]:
 
 def _check_group(dataset: Dataset, samples: list[Sample]) -> _Contents:
     """Read the images and the annotations of a group of samples; return counts and findings."""
-    contents = _Contents()
+    contents = _Contents(samples[0].path, samples[0].name.removesuffix(f" {samples[0].box}"))
     try:
         images = read_together(samples)
     except UnreadableFileError as error:
@@ -350,6 +368,9 @@ def _check_points(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, co
         return
     contents.objects[dataset.objects] += len(points)
     contents.objects.update(name for name in points.classes if name)
+    if unnamed := [i for i, name in enumerate(points.classes) if not name]:
+        row, column = points.positions[unnamed[0]]
+        _add_unnamed(sample, len(unnamed), row, column, contents)
     if points.ignored:
         contents.objects[IGNORED] += len(points.ignored)
     _measure_points(sample, image, points, contents)
@@ -381,8 +402,19 @@ def _check_objects(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, c
         left_out = [Finding.from_error(AnnotationError(annotation, fault), dataset.root) for fault in faults]
         contents.findings += [replace(finding, is_problem=False) for finding in left_out]
         if annotation == sample.annotations[0]:
+            # At the edge of a region, parts of objects may cover no pixel.
+            lost = [fault for fault in faults if sample.box is None or "covers no pixel" not in fault]
+            if lost and not objects.numbers:
+                fault = (
+                    f"has no object that can be used, so that its image would be one without objects ({lost[0]}); "
+                    f"correct the file, or remove the image from the dataset."
+                )
+                contents.findings.append(Finding.from_error(AnnotationError(annotation, fault), dataset.root))
             contents.objects[dataset.objects] += len(objects.numbers)
             contents.objects.update(objects.classes.values())
+            if unnamed := [number for number in objects.numbers if number not in objects.classes]:
+                row, column = np.argwhere(objects.labels == unnamed[0]).mean(axis=0)
+                _add_unnamed(sample, len(unnamed), row, column, contents)
             if objects.ignored:
                 contents.objects[IGNORED] += len(objects.ignored)
             areas = np.bincount(objects.labels.ravel())[1:]
@@ -404,6 +436,13 @@ def _check_objects(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, c
                 contents.findings.append(Finding.from_error(AnnotationError(annotation, fault), dataset.root))
     if len(label_maps) == 2:
         contents.agreement[sample.name] = aggregated_jaccard(*label_maps)
+
+
+def _add_unnamed(sample: Sample, count: int, row: float, column: float, contents: _Contents) -> None:
+    """Add the number of objects without a class in a sample to `contents`, and the position of the first of them."""
+    top, left = (0, 0) if sample.box is None else sample.box[:2]
+    contents.unnamed += count
+    contents.first_unnamed = f"{contents.name}, row {row + top:.0f}, column {column + left:.0f}"
 
 
 def _count_parts_of_single_object(objects: Objects) -> int:
@@ -559,6 +598,27 @@ def _find_faulty_classes(dataset: Dataset, counts: Mapping[str, Counter[str]]) -
     ]
 
 
+def _find_unnamed(dataset: Dataset, counts: Mapping[str, Counter[str]], evidence: Sequence[_Contents]) -> list[Finding]:
+    """Return a finding about objects without a class, if others have one.
+
+    With one class, they count as its objects. With several classes, a task that uses the names of classes refuses them
+    (`Task.class_index`). The tasks of the benchmark formats do not use them.
+    """
+    names = {name for split in SPLITS for name in counts[split]} - {"images", "cases", dataset.objects, IGNORED}
+    unnamed = sum(contents.unnamed for contents in evidence)
+    if not names or not unnamed:
+        return []
+    total = sum(counts[split][dataset.objects] for split in SPLITS)
+    first = next(contents.first_unnamed for contents in evidence if contents.unnamed)
+    solution = "give them a class in QuPath, or all of them the same one with `rotopath data import --classes =NAME`"
+    if len(names) > 1:
+        consequence = f"a model of several classes cannot be trained with them; {solution}"
+    else:
+        consequence = f"they count as {min(names)!r}, the only class; if they are something else, {solution}"
+    message = f"objects without a class: {unnamed} of {total}, first: {first}; {consequence}."
+    return [Finding("", message, is_problem=len(names) > 1 and dataset.source.startswith("manifest"))]
+
+
 def _find_similar_names(names: Collection[str]) -> list[Finding]:
     """Return a problem for each two names that differ only in upper and lower case, which a task cannot have."""
     first: dict[str, str] = {}
@@ -589,27 +649,64 @@ def _find_copies(evidence: list[_Contents]) -> list[Finding]:
 
 
 def _find_misplaced_points(evidence: list[_Contents]) -> list[Finding]:
-    """Return problems and notes about points that are probably at wrong positions."""
+    """Return problems and notes about points that are probably at wrong positions.
+
+    Each file may have another order of columns. A file with few points is concluded about together with all others.
+    """
+    by_file: dict[Path, list[_Contents]] = {}
+    for contents in evidence:
+        if contents.points or contents.outside:
+            by_file.setdefault(contents.path, []).append(contents)
+    outside = [path for path, parts in by_file.items() if _are_outside_unless_exchanged(parts)]
+    brighter = [path for path in by_file if path not in outside and _are_exchanged(by_file[path], MIN_OBJECTS)]
+    others = [path for path in by_file if path not in (*outside, *brighter)]
+    rest = [contents for path in others for contents in by_file[path]]
+    if _are_outside_unless_exchanged(rest):
+        outside, rest = outside + [path for path in others if any(part.outside for part in by_file[path])], []
+    elif _are_exchanged(rest):
+        brighter, rest = brighter + [path for path in others if any(part.points for part in by_file[path])], []
+    findings = []
+    solution = "exchange the two columns, or their names, in the annotation files of these images"
+    if len(outside) + len(brighter) == len(by_file):
+        solution += ", or state their order with `rotopath data import --columns`"
+    if outside:
+        count = sum(len(part.outside) for path in outside for part in by_file[path])
+        message = (
+            f"{count} objects are outside their images, but inside if row and column are exchanged, in "
+            f"{count_and_list([by_file[path][0].name for path in outside], 'image')}; {solution}."
+        )
+        findings.append(Finding("", message))
+    if brighter:
+        count = sum(part.points for path in brighter for part in by_file[path])
+        message = (
+            f"row and column are probably exchanged in "
+            f"{count_and_list([by_file[path][0].name for path in brighter], 'image')}: {count} objects are on brighter "
+            f"tissue than the positions with row and column exchanged; {solution}."
+        )
+        findings.append(Finding("", message))
+    return findings + _find_misplaced_rest(rest)
+
+
+def _are_outside_unless_exchanged(parts: Sequence[_Contents]) -> bool:
+    """Return whether several points are outside of their images, and all of these inside if exchanged."""
+    outside = [is_inside for contents in parts for is_inside in contents.outside]
+    return sum(outside) >= 3 and all(outside)
+
+
+def _are_exchanged(parts: Sequence[_Contents], least: int = 0) -> bool:
+    """Return whether points fit nuclei clearly better with row and column exchanged; False for fewer than `least`."""
+    swapped = [value for contents in parts for value in contents.darker_than_swapped]
+    there = [value for contents in parts for value in contents.swapped_darker_than_random]
+    return len(swapped) >= least and _mean_error(swapped) < -CERTAIN and _mean_error(there) > CERTAIN
+
+
+def _find_misplaced_rest(evidence: Sequence[_Contents]) -> list[Finding]:
+    """Return a problem or a note about points on empty background, or not on dark objects."""
     findings = []
     points = sum(contents.points for contents in evidence)
-    outside = [is_inside for contents in evidence for is_inside in contents.outside]
-    swapped = _mean_error([value for contents in evidence for value in contents.darker_than_swapped])
     random = _mean_error([value for contents in evidence for value in contents.darker_than_random])
-    there = _mean_error([value for contents in evidence for value in contents.swapped_darker_than_random])
     glass = sum(contents.on_glass for contents in evidence)
-    solution = "exchange the two columns in the header of the files, or with `rotopath data import --columns`."
-    if sum(outside) >= 3 and sum(outside) == len(outside):
-        message = (
-            f"{len(outside)} objects are outside their images, but inside if row and column are exchanged; {solution}"
-        )
-        findings.append(Finding("", message))
-    elif swapped < -CERTAIN and there > CERTAIN:
-        message = (
-            f"row and column are probably exchanged: the {points} objects are on brighter tissue than the positions "
-            f"with row and column exchanged; {solution}"
-        )
-        findings.append(Finding("", message))
-    elif points >= MIN_POINTS and glass > 0.1 * points:
+    if points >= MIN_POINTS and glass > 0.1 * points:
         message = f"{glass} objects are on empty background (glass); check that positions are in pixels of the image."
         findings.append(Finding("", message))
     elif points >= MIN_OBJECTS and random < CERTAIN - 1:
@@ -721,7 +818,10 @@ def _find_wrong_spacing(annotated: Annotated, evidence: list[_Contents]) -> list
     size = "smaller than nuclei" if is_small else "larger than nuclei are in most tissue"
     reason = "; the pixel spacing in the files fits nuclei" if fits else ""
     condition = "" if fits or is_small else "if they are nuclei, "
-    solution = f"{condition}correct the pixel spacing (--spacing-um-px, or the column `spacing`)"
+    solution = (
+        f"{condition}correct the pixel spacing (in the column `spacing` of the manifest, or with `rotopath data import "
+        f"--spacing-um-px`; if the files state a wrong one, add --override-spacing)"
+    )
     if not is_small and annotated == "objects" and not fits:
         solution += "; if they are areas of tissue, import them with --as regions"
     message = (

@@ -5,19 +5,39 @@ are (row, column) in pixels, and (0, 0) is the upper left corner of the image, a
 rounded. `importing` finds the images.
 """
 
+import csv
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.spatial import KDTree
 
-from rotopath.data.annotations import AnnotationError, read_aperio_outlines, read_aperio_spacing_um_px
+from rotopath.data.annotations import (
+    GEOJSON_SUFFIXES,
+    AnnotationError,
+    is_rectangle,
+    read_aperio_outlines,
+    read_aperio_spacing_um_px,
+)
 from rotopath.data.dataset import DataError, Finding, Sample, annotated_size_px, count_and_list, read_csv
 from rotopath.data.import_masks import MAX_MASK_PX, decode_runs, encode_runs
-from rotopath.images.geojson import IGNORED_CLASS, MAX_COORDINATE_PX, SlideObject, parse_geojson, read_json
+from rotopath.images.files import UnreadableFileError
+from rotopath.images.geojson import (
+    IGNORED_CLASS,
+    MAX_COORDINATE_PX,
+    REGION_CLASS,
+    SlideObject,
+    has_line_per_feature,
+    parse_geojson,
+    read_geojson,
+    read_json,
+)
 from rotopath.images.outlines import Point, Polygon, fill_outline, make_polygon, trace_outlines
+from rotopath.writing import is_unchanged
 
 # Words in the names of columns, by what the column contains. Other words are ignored if they are in FILLER_WORDS.
 COLUMN_WORDS = {
@@ -43,6 +63,11 @@ FILLER_WORDS = {
 }
 # Columns with these words come from software that counts positions from the corner of the first pixel, not its center.
 CORNER_WORDS = {"centroid", "px", "um"}
+JSON_SUFFIXES = (*GEOJSON_SUFFIXES, ".geojson.gz", ".json.gz")
+RESULTS = ["objects.geojson", "summary.json"]  # in each folder of results that `rotopath predict` writes
+TABLE = "objects.csv"  # with the predicted objects, also after `objects.geojson` was corrected
+SAME_PX = 0.5  # an object of which the bounding box has moved less than this is where it was predicted
+MAX_RESULTS_LISTED = 20
 COORDINATE_DECIMALS = 6  # in exported COCO files: width + x - x is the width again
 
 
@@ -71,6 +96,8 @@ class Classes(NamedTuple):
 
 def read_json_objects(path: Path) -> list[Annotation] | None:
     """Read a GeoJSON or COCO file. Returns None if a JSON file has another content."""
+    if has_line_per_feature(path):
+        return [Annotation(path, "", tuple(read_geojson(path)), counts_from_origin=True)]
     content = read_json(path)
     if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
         return _parse_coco(path, content)
@@ -96,6 +123,76 @@ def read_xml_objects(path: Path) -> Annotation:
         if len(outline.vertices) >= 3
     )
     return Annotation(path, "", objects, spacing_um_px=read_aperio_spacing_um_px(path), notes=notes)
+
+
+# Corrections of predictions
+
+
+def describe_corrections(paths: Sequence[Path]) -> list[Finding]:
+    """Return notes about files `objects.geojson` in folders of results: which of them a person has corrected, and how.
+
+    Predictions that nobody has corrected become annotations like the others. Other GeoJSON files in the folders, which
+    are not read, are a problem: they may be the corrections. Results of versions that recorded no checksums of files
+    are left out.
+    """
+    untouched, corrected, findings = [], [], []
+    for path in paths:
+        entries = (entry.name for entry in path.parent.iterdir())
+        if others := sorted(name for name in entries if name.endswith(JSON_SUFFIXES) and name not in RESULTS):
+            message = f"is not read, but only {path.name} beside it; if it contains the corrections, rename it."
+            findings.append(Finding(str(path.with_name(others[0])), message))
+        try:
+            files = read_json(path.with_name(RESULTS[1]))["files"]
+            if is_unchanged(path, files[path.name]):
+                untouched.append(path.parent.name)
+                continue
+            table = path.with_name(TABLE)
+            changes = _compare(table, path) if is_unchanged(table, files[TABLE]) else ""
+        except (UnreadableFileError, OSError, KeyError, TypeError, ValueError, AttributeError):
+            continue
+        corrected.append(f"{path.parent.name} ({changes})" if changes else path.parent.name)
+    unchecked = (
+        "as predicted, and become annotations; if nobody has checked them, delete their folders, and import again"
+    )
+    for names, what in ((untouched, unchecked), (corrected, "corrected")):
+        if names:
+            listed = ", ".join(names[:MAX_RESULTS_LISTED]) + (", ..." if len(names) > MAX_RESULTS_LISTED else "")
+            message = f"{len(names)} of {len(paths)} files of results are {what}: {listed}."
+            findings.append(Finding("", message, is_problem=False))
+    return findings
+
+
+def _compare(table: Path, path: Path) -> str:
+    """Return how many objects of a GeoJSON file are deleted, added and changed, compared with a table of predictions.
+
+    Objects are the same if their identifiers are, which QuPath keeps, or else their positions. An object is changed if
+    its class or its position is another.
+    """
+    with table.open(newline="", encoding="utf-8") as file:
+        predicted = {row["id"]: (row["class"], float(row["x_px"]), float(row["y_px"])) for row in csv.DictReader(file)}
+    total, counts, others = len(predicted), Counter[str](), []
+    content = read_json(path)
+    for feature in content.get("features", [content]) if isinstance(content, dict) else content:
+        for item in parse_geojson(path, [feature]):
+            if item.class_name in (IGNORED_CLASS, REGION_CLASS):
+                continue
+            own = (item.class_name, item.center[1], item.center[0])
+            if (before := predicted.pop(str(feature.get("id")), None)) is None:
+                others.append(own)
+            elif before[0] != own[0] or np.hypot(before[1] - own[1], before[2] - own[2]) > SAME_PX:
+                counts["changed"] += 1
+    rest = list(predicted.values())
+    if rest and others:
+        positions = np.array([where for _, *where in others])
+        distances, nearest = KDTree([where for _, *where in rest]).query(positions, distance_upper_bound=SAME_PX)
+        same = {int(j): i for i, (distance, j) in enumerate(zip(distances, nearest, strict=True)) if distance < np.inf}
+        counts["changed"] += sum(others[i][0] != rest[j][0] for j, i in same.items())
+        counts["deleted"] -= len(same)
+        counts["added"] -= len(same)
+    counts["deleted"] += len(rest)
+    counts["added"] += len(others)
+    changes = ", ".join(f"{counts[key]} {key}" for key in ("deleted", "added", "changed") if counts[key])
+    return f"{changes or 'no object deleted, added or moved'} of {total} predicted"
 
 
 # COCO
@@ -309,14 +406,6 @@ def _make_coco_shape(item: SlideObject, size_px: tuple[int, int], are_points: bo
     return {"bbox": box, "area": area, **more}
 
 
-def is_rectangle(shape: tuple[Polygon, ...]) -> bool:
-    """Return whether an outline is a rectangle with sides along rows and columns."""
-    if len(shape) != 1 or shape[0].holes or len(shape[0].outer) != 4:
-        return False
-    steps = np.diff(shape[0].outer, axis=0, append=shape[0].outer[:1])
-    return bool(((steps == 0).sum(axis=1) == 1).all())
-
-
 # CSV
 
 
@@ -431,12 +520,18 @@ def _to_number(text: str) -> float | None:
 
 
 def parse_classes(text: str | None) -> dict[str, str]:
-    """Return the new name of each class in a text such as "1=tumor,2=stroma,3=": an empty name removes the class."""
+    """Return the new name of each class in a text such as "1=tumor,2=stroma,3=": an empty name removes the class.
+
+    In "=tumor", the old name is empty: this is the class of objects that have none.
+    """
     renamed: dict[str, str] = {}
     for part in (text or "").split(",") if text else ():
         old, equals, new = part.partition("=")
-        if not equals or not old.strip():
-            raise DataError(f"--classes contains {part!r}; expected OLD=NEW, or OLD= to leave out the class OLD.")
+        if not equals or not part.strip(" ="):
+            raise DataError(
+                f"--classes contains {part!r}; expected OLD=NEW, or OLD= to leave out the class OLD, or =NEW for "
+                f"objects without a class."
+            )
         renamed[old.strip()] = new.strip()
     return renamed
 
@@ -455,11 +550,13 @@ def rename_classes(annotation: Sequence[SlideObject], renamed: Mapping[str, str]
     return kept
 
 
-def expect_known_classes(renamed: Mapping[str, str], present: Iterable[str]) -> None:
-    """Raise DataError if a class that is renamed does not exist."""
+def expect_known_classes(renamed: Mapping[str, str], present: Collection[str]) -> None:
+    """Raise DataError if a class that is renamed does not exist. The class "" is that of objects without a class."""
     names = sorted(set(present) - {""})
-    if unknown := [name for name in renamed if name not in names]:
-        raise DataError(
-            f"--classes renames {unknown[0]!r}, but the sources have no such class; they have "
-            f"{count_and_list(names, 'class') if names else 'no classes'}."
+    if unknown := [name for name in renamed if name not in present]:
+        fault = (
+            f"renames {unknown[0]!r}, but the sources have no such class"
+            if unknown[0]
+            else f"contains '={renamed['']}', but the sources have nothing without a class"
         )
+        raise DataError(f"--classes {fault}; they have {count_and_list(names, 'class') if names else 'no classes'}.")

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 from skimage.measure import points_in_poly
 
-from rotopath.data.annotations import GEOJSON_SUFFIXES, parse_points
+from rotopath.data.annotations import GEOJSON_SUFFIXES, is_rectangle, parse_points
 from rotopath.data.dataset import (
     IMAGE_SUFFIXES,
     Annotated,
@@ -36,10 +36,12 @@ from rotopath.data.dataset import (
 from rotopath.data.formats import open_data
 from rotopath.data.import_masks import MASK_KINDS, MAX_CLASSES, MaskKind, read_mask, read_mat
 from rotopath.data.import_objects import (
+    JSON_SUFFIXES,
+    RESULTS,
     Annotation,
     Classes,
+    describe_corrections,
     expect_known_classes,
-    is_rectangle,
     make_coco,
     parse_classes,
     read_json_objects,
@@ -62,12 +64,11 @@ from rotopath.images.geojson import (
     read_json,
 )
 from rotopath.images.outlines import Point, make_polygon
-from rotopath.images.slides import open_slide
+from rotopath.images.slides import expect_equal_spacing, open_slide
 from rotopath.writing import atomic_folder, hold_lock, remove_leftovers, write_json, write_text
 
 ImportAs = Literal["points", "outlines", "regions"]
 Column = Literal["label", "points", "outlines", "regions"]  # of the manifest
-JSON_SUFFIXES = (*GEOJSON_SUFFIXES, ".geojson.gz", ".json.gz")
 TABLE_SUFFIXES = (".csv", ".tsv", ".txt")
 PICTURE_SUFFIXES = IMAGE_SUFFIXES | SLIDE_SUFFIXES
 # Folders and endings of file names that state what a file is, and not to which image it belongs.
@@ -87,7 +88,6 @@ KIND_FOLDERS = MASK_FOLDERS | {
     "mat",
 }
 MASK_ENDING = re.compile(rf"[ _.-]({'|'.join(MASK_WORDS)})s?$", re.IGNORECASE)
-RESULTS = ["objects.geojson", "summary.json"]  # in each folder of results that `rotopath predict` writes
 FILE_OF_FOLDER = {
     "objects",
     "annotations",
@@ -102,6 +102,7 @@ TABLE_COLUMNS = {  # columns of a table about images, and the column of the mani
 }
 LABEL_COLUMNS = ("label", "class")  # columns of such a table with the class of each image, if there are no objects
 ANNOTATION_FOLDER = "annotations"
+CONTACT_SHEET = "contact-sheet.png"  # `rotopath data import` draws it
 VALID_OF_TRAIN = {"train": 0.8, "valid": 0.2}  # if the source has training images, but no images for validation
 MIN_CONTAINED = 3  # an outline without a class that contains so many objects is not an object
 SPLIT_TRIES = 50  # random splits of which the one that shows most classes is proposed
@@ -156,16 +157,19 @@ def import_data(
     table: Path | str | None = None,
     label: str | None = None,
     spacing_um_px: float | None = None,
+    override_spacing: bool = False,
+    overwrite: bool = False,
     finish: Callable[[Dataset, Path], None] = lambda _dataset, _folder: None,
 ) -> Dataset:
-    """Import annotated images: write a manifest and GeoJSON files to the new folder `out`, and return the dataset.
+    """Import annotated images: write a manifest and GeoJSON files to the folder `out`, and return the dataset.
 
     - `sources`: files and folders with images and their annotations: GeoJSON (of QuPath, or written by this package),
       COCO JSON, CSV tables of positions, Aperio XML, `.mat` files of HoVer-Net, label maps and masks; a folder of
       patches with a subfolder for each class; or the `out` of an earlier import. If there are no images among them,
       images are searched beside the annotations.
+    - `out`: a new or empty folder. With `overwrite`, it may also be the folder of an earlier import, which is replaced.
     - `classes`: new names of classes, such as "1=tumor,2=stroma,other=": an empty name leaves a class out. The name
-      "Ignore*" makes the outlines of a class ignored areas.
+      "Ignore*" makes the outlines of a class ignored areas. "=tumor" is for objects that have no class.
     - `read_as`: "points", "outlines" or "regions": what the objects are used for. By default, outlines if all objects
       have an outline, and points if all of them are points or bounding boxes. "regions" are areas with a class, such as
       tumor and stroma, from which squares with labels are taken.
@@ -177,7 +181,8 @@ def import_data(
       columns `group` (or `patient`, `case`), `split`, `spacing` and `organ`, all optional. Other images are left out.
     - `label`: column of the table with the class of each image; annotations of objects are then not read. If there are
       none, and the table has a column `label` or `class`, this column is used.
-    - `spacing_um_px`: pixel spacing of images whose files do not specify one.
+    - `spacing_um_px`: pixel spacing of images that have none in `table` or an earlier import. If an image or its
+      annotation file specifies one that differs by more than 1 %, `override_spacing` is required, too.
     - `finish`: function that may write more files. It is called with the dataset and its folder, which has a temporary
       name until all files are written.
 
@@ -188,7 +193,8 @@ def import_data(
     understood.
     """
     out = Path(out)
-    _expect_options(out, read_as, masks, spacing_um_px)
+    _expect_options(out, sources, read_as, masks, overwrite)
+    _expect_spacing_options(spacing_um_px, override_spacing)
     if label is not None and (table is None or read_as is not None):
         raise DataError(f"--label {label} is a column of --table with a class for each image; use it without --as.")
     renamed = parse_classes(classes)
@@ -196,7 +202,7 @@ def import_data(
     earlier = [source for source in map(Path, sources) if (source / MANIFEST_FILE).is_file()]
     others = [source for source in map(Path, sources) if source not in earlier]
     items, earlier_column = _read_earlier(earlier)
-    files = _collect(others)
+    files = [file for file in _collect(others) if not file.path.resolve().is_relative_to(out.resolve())]
     if table is not None:
         files = [file for file in files if file.path.resolve() != Path(table).resolve()]
     known = {item.file.path.resolve() for item in items}
@@ -216,7 +222,7 @@ def import_data(
             )
         _pair(items, annotations, notes)
         kind = read_as or earlier_column
-        items, column = _finish_objects(items, renamed, kind, spacing_um_px, notes)
+        items, column = _finish_objects(items, renamed, kind, spacing_um_px, override_spacing, notes)
         rows = _read_image_table(table, items, (), notes)
     else:
         rows = _read_image_table(table, items, (label,) if label else LABEL_COLUMNS, notes)
@@ -232,10 +238,10 @@ def import_data(
             )
         items, column = _label_images(items, labels, renamed, notes), "label"
     items = _describe_images(items, rows, table, patient, notes)
-    _find_spacings(items, spacing_um_px)
+    _find_spacings(items, spacing_um_px, override_spacing)
     _assign_splits(items, column == "label", notes)
     with hold_lock(out):
-        _expect_empty(out, "choose a new folder")  # another process may have written to it
+        _expect_free(out, overwrite)  # another process may have written to it
         with atomic_folder(out) as folder:
             _write_manifest(folder, out, items, column)
             finish(open_data(folder), folder)
@@ -243,22 +249,54 @@ def import_data(
     return replace(dataset, findings=(*dataset.findings, *notes))
 
 
-def _expect_options(out: Path, read_as: str | None, masks: str | None, spacing_um_px: float | None) -> None:
-    """Raise DataError if an option has an invalid value, or if `out` contains files."""
-    _expect_empty(out, "choose a new folder")
+def _expect_options(
+    out: Path, sources: Sequence[Path | str], read_as: str | None, masks: str | None, overwrite: bool
+) -> None:
+    """Raise DataError if an option has an invalid value, or if `out` contains files that must be kept."""
+    _expect_free(out, overwrite)
+    for source in map(Path, sources):
+        if source.exists() and source.resolve().is_relative_to(out.resolve()):
+            raise DataError(f"--out {out} contains the source {source}; choose a new folder.")
     if read_as not in (None, *get_args(ImportAs)):
         raise DataError(f"--as is {read_as!r}; choose {', '.join(get_args(ImportAs))}.")
     if masks not in (None, *MASK_KINDS):
         raise DataError(f"--masks is {masks!r}; choose {', '.join(MASK_KINDS)}.")
+
+
+def _expect_spacing_options(spacing_um_px: float | None, override_spacing: bool) -> None:
+    """Raise DataError if a pixel spacing is implausible or missing."""
+    if override_spacing and spacing_um_px is None:
+        raise DataError("--override-spacing needs the spacing to use; add --spacing-um-px.")
     if spacing_um_px is not None and not is_plausible(spacing_um_px):
         raise DataError(f"--spacing-um-px is {spacing_um_px:g} µm/px; expected 0.05 to 5 µm/px.")
 
 
-def _expect_empty(out: Path, remedy: str) -> None:
-    """Raise DataError if `out` is a file, or a folder that contains files."""
+def _expect_empty(out: Path, remedy: str, fault: str = "") -> None:
+    """Raise DataError if `out` is a file, or a folder that contains files. `fault` may name another reason."""
     remove_leftovers(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"--out {out} exists and is not empty; {remedy}.")
+        raise DataError(f"--out {out} {fault or 'exists and is not empty'}; {remedy}.")
+
+
+def _expect_free(out: Path, overwrite: bool) -> None:
+    """Raise DataError if `out` is not a new or empty folder, or with `overwrite`, the folder of an earlier import."""
+    remove_leftovers(out)
+    if not _is_import(out):
+        fault = "is not a folder that `rotopath data import` has written" if overwrite else ""
+        _expect_empty(out, "choose a new folder", fault)
+    elif not overwrite:
+        _expect_empty(out, "choose a new folder, or add --overwrite to replace this earlier import")
+
+
+def _is_import(out: Path) -> bool:
+    """Return whether a folder has the files that an import writes, and no others."""
+    if not (out / MANIFEST_FILE).is_file():
+        return False
+    files = (path.relative_to(out) for path in out.rglob("*") if not path.is_dir())
+    return all(
+        path.suffix == ".geojson" if path.parts[0] == ANNOTATION_FOLDER else str(path) in (MANIFEST_FILE, CONTACT_SHEET)
+        for path in files
+    )
 
 
 def _list_sources(sources: Iterable[Path | str]) -> str:
@@ -459,6 +497,8 @@ def _read_annotations(
             Finding("", f"left out {count_and_list(skipped, 'file')}, which describe no objects.", is_problem=False)
         )
     notes += [note for _, annotation in annotations for note in annotation.notes]
+    results = [file.path for file, _ in annotations if file.path.name == RESULTS[0]]
+    notes += describe_corrections([path for path in results if path.with_name(RESULTS[1]).is_file()])
     return annotations
 
 
@@ -571,6 +611,7 @@ def _finish_objects(
     renamed: Mapping[str, str],
     read_as: ImportAs | None,
     spacing_um_px: float | None,
+    override_spacing: bool,
     notes: list[Finding],
 ) -> tuple[list[_Item], str]:
     """Convert objects to pixels, rename their classes, and return the annotated images and the manifest's column."""
@@ -603,8 +644,9 @@ def _finish_objects(
                 f"{annotation.path} is for an image of {annotation.size_px[0]} × {annotation.size_px[1]} px (height × "
                 f"width), but {item.file.path} has {size_px[0]} × {size_px[1]} px; give the image that was annotated."
             )
-        objects = _to_pixels(item, annotation, spacing_um_px)
-        item.objects, count = _mark_regions(rename_classes(objects, {**renamed, **ignored}))
+        objects = _to_pixels(item, annotation, spacing_um_px, override_spacing)
+        marked, count = _mark_regions(objects)
+        item.objects = rename_classes(marked, {**renamed, **ignored})
         regions += count
         rejected += sum(shape.is_rejected for shape in item.objects)
         accepted += sum(shape.measurements.get(ACCEPTED, 0) > 0 for shape in item.objects)
@@ -625,6 +667,8 @@ def _finish_objects(
     if read_as == "regions" and points:
         message = f"{points} points are left out, because regions are outlines."
         notes.append(Finding("", message, is_problem=False))
+    if read_as == "outlines" and points:
+        annotated = _leave_out_points(annotated, notes)
     if not points + boxes + outlines:
         raise DataError("The sources contain no objects; check that the annotation files are complete.")
     if read_as is None and outlines and points + boxes:
@@ -637,6 +681,31 @@ def _finish_objects(
         message = "the objects have bounding boxes only; their centers are used as points."
         notes.append(Finding("", message, is_problem=False))
     return annotated, read_as or ("outlines" if outlines else "points")
+
+
+def _leave_out_points(items: Sequence[_Item], notes: list[Finding]) -> list[_Item]:
+    """Remove all points from images, and return the images. Images with points only are left out.
+
+    Objects are there: as images without objects, they would be wrong.
+    """
+    kept, left_out, points = [], [], 0
+    for item in items:
+        objects = [shape for shape in item.objects if not isinstance(shape.shape, Point)]
+        points += len(item.objects) - len(objects)
+        had_objects = any(shape.is_object for shape in item.objects)
+        item.objects = objects
+        if had_objects and not any(shape.is_object for shape in objects):
+            left_out.append(item.name)
+        else:
+            kept.append(item)
+    if not kept:
+        raise DataError("All images have points only, but --as outlines needs outlines; choose --as points.")
+    message = f"points are left out, because --as is outlines: {points}."
+    notes.append(Finding("", message, is_problem=False))
+    if left_out:
+        message = f"left out {count_and_list(left_out, 'image')} with points only, because --as is outlines."
+        notes.append(Finding("", message, is_problem=False))
+    return kept
 
 
 def _mark_regions(objects: Sequence[SlideObject]) -> tuple[list[SlideObject], int]:
@@ -665,12 +734,19 @@ def _mark_regions(objects: Sequence[SlideObject]) -> tuple[list[SlideObject], in
     return marked, sum(new is not old for new, old in zip(marked, objects, strict=True))
 
 
-def _to_pixels(item: _Item, annotation: Annotation, spacing_um_px: float | None) -> list[SlideObject]:
+def _to_pixels(
+    item: _Item, annotation: Annotation, spacing_um_px: float | None, override_spacing: bool
+) -> list[SlideObject]:
     """Return the objects of an annotation in pixels of level 0 of its image."""
     if annotation.counts_from_origin and item.file.path.suffix.lower() in SLIDE_SUFFIXES:
         with open_slide(item.file.path, 1.0, override_spacing=True) as slide:
             return [_move(shape, 1.0, slide.origin_px) for shape in annotation.objects]
     if annotation.is_in_um:
+        if override_spacing:  # they may have been computed with the pixel spacing of the file, or with the given one
+            raise DataError(
+                f"{annotation.path} states positions in µm, which --override-spacing makes ambiguous; export positions "
+                f"in pixels."
+            )
         spacing = image_spacing_um_px(item.file.path) or spacing_um_px
         if spacing is None:
             raise DataError(
@@ -699,7 +775,7 @@ def _label_images(
 ) -> list[_Item]:
     """Rename the labels of images, and return the images that have one."""
     expect_known_classes(renamed, labels)
-    if without := [item.name for item, name in zip(items, labels, strict=True) if not name]:
+    if without := [item.name for item, name in zip(items, labels, strict=True) if not name and not renamed.get("")]:
         notes.append(Finding("", f"left out {count_and_list(without, 'image')} without a class.", is_problem=False))
     for item, name in zip(items, labels, strict=True):
         item.label = renamed.get(name, name)
@@ -735,8 +811,6 @@ def _describe_images(
         item.row = {"split": named[id(item)]} if id(item) in named else {}
         if item.annotation is not None:
             item.row |= item.annotation.row
-            if item.annotation.spacing_um_px and not image_spacing_um_px(path):
-                item.row["spacing"] = f"{item.annotation.spacing_um_px:g}"
         item.row |= item.known
         item.row |= {key: value for key, value in row_of.get(id(item), {}).items() if key != "label"}
         if pattern is not None:
@@ -862,20 +936,31 @@ def _read_image_table(
     return rows
 
 
-def _find_spacings(items: Sequence[_Item], spacing_um_px: float | None) -> None:
-    """Add the pixel spacing to the row of each image. Raises DataError if it is unknown or implausible for an image."""
+def _find_spacings(items: Sequence[_Item], spacing_um_px: float | None, override_spacing: bool) -> None:
+    """Add the pixel spacing to the row of each image.
+
+    Raises DataError if it is unknown or implausible for an image, or if the given one contradicts a file and
+    `override_spacing` is False.
+    """
     unknown = []
     for item in items:
         if "spacing" not in item.row:
-            spacing = image_spacing_um_px(item.file.path) or spacing_um_px
+            path, stated = item.file.path, image_spacing_um_px(item.file.path)
+            if stated is None and item.annotation is not None and item.annotation.spacing_um_px:
+                path, stated = item.annotation.path, item.annotation.spacing_um_px
+                if not is_plausible(stated):
+                    raise DataError(f"{path} states a pixel spacing of {stated:g} µm/px; expected 0.05 to 5 µm/px.")
+            if stated is not None and spacing_um_px is not None and not override_spacing:
+                expect_equal_spacing(path, stated, spacing_um_px)
+            spacing = spacing_um_px if override_spacing else stated or spacing_um_px
             if spacing is None:
                 unknown.append(item.name)
             else:
                 item.row["spacing"] = f"{spacing:.6g}"
         elif not _is_spacing(item.row["spacing"]):
             raise DataError(
-                f"The pixel spacing of {item.name} is {item.row['spacing']!r} in its table or annotations; expected a "
-                f"number from 0.05 to 5 (µm/px)."
+                f"The pixel spacing of {item.name} is {item.row['spacing']!r} in its table; expected a number "
+                f" from 0.05 to 5 (µm/px)."
             )
     if unknown:
         raise DataError(

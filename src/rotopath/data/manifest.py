@@ -17,7 +17,7 @@ Class folders are the layout of torchvision's ImageFolder. The class of a patch 
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from scipy import ndimage
 
-from rotopath.data.annotations import GEOJSON_SUFFIXES, transform_outline
+from rotopath.data.annotations import GEOJSON_SUFFIXES, is_in_region, is_rectangle, transform_outline
 from rotopath.data.dataset import (
     IMAGE_SUFFIXES,
     Annotated,
@@ -46,6 +46,7 @@ from rotopath.images.geojson import IGNORED_CLASS, REGION_CLASS, SlideObject, re
 from rotopath.images.outlines import Point, fill_outline
 
 MANIFEST_FILE = "manifest.csv"
+MANIFEST = "manifest"  # source of a dataset that is described by a manifest
 # Fraction of the patients in each split, for random splits if the manifest has no column `split`. For class folders
 # without splits: fraction of the images.
 FRACTIONS = {"train": 0.6, "valid": 0.2, "test": 0.2}
@@ -89,12 +90,14 @@ def open_manifest(path: Path, default_spacing_um_px: float | None = None) -> Dat
             if (first := first_lines.setdefault(_normalize_path(row), line)) != line:
                 raise DataError(f"{row['image']!r} is listed already in line {first}; list each image once.")
             sample = _make_sample(path.parent, row, column, annotated, splits[line], default_spacing_um_px)
-            parts, notes = _cut_squares(sample) if column == "regions" else _cut_regions(sample)
+            parts, notes = _cut_squares(sample) if column == "regions" else _cut_regions(sample, annotated)
             samples += parts
-            findings += [Finding(row["image"], note, is_problem=False) for note in notes]
+            findings += notes
         except (DataError, UnreadableFileError) as error:
             findings.append(Finding(path.name, f"line {line}: {error}"))
-    return Dataset(annotated, "manifest", path.parent, tuple(samples), tuple(findings))
+    if column not in ("label", "regions"):
+        findings += _find_missing_regions(samples)
+    return Dataset(annotated, MANIFEST, path.parent, tuple(samples), tuple(findings))
 
 
 def find_spacing(path: Path, name: str, text: str, default_um_px: float | None) -> float:
@@ -233,11 +236,24 @@ def _make_sample(
 # Parts of slides
 
 
-def _cut_regions(sample: Sample) -> tuple[list[Sample], list[str]]:
+def _find_missing_regions(samples: Sequence[Sample]) -> list[Finding]:
+    """Return a note if some images have outlines of the class "Region*", and others are used as a whole."""
+    images = {sample.path: sample for sample in samples}
+    whole = [sample.name for sample in images.values() if sample.box is None]
+    if len(whole) in (0, len(images)):
+        return []
+    message = (
+        f"{len(whole)} of {len(images)} images have no outline of the class Region*, and are used as a whole: all of "
+        f"their objects must be annotated, first: {whole[0]}."
+    )
+    return [Finding("", message, is_problem=False)]
+
+
+def _cut_regions(sample: Sample, annotated: Annotated) -> tuple[list[Sample], list[Finding]]:
     """Return a sample for each outline of the class "Region*" in the annotation file of a sample; and notes.
 
     Without such outlines, the sample is returned as it is. Regions that are higher or wider than MAX_SIDE_PX become
-    several samples.
+    several samples. `annotated` is the type of annotation of the dataset.
     """
     path = sample.annotations[0] if sample.annotations else None
     if path is None or path.suffix.lower() not in GEOJSON_SUFFIXES or not _contains(path, REGION_CLASS):
@@ -251,27 +267,33 @@ def _cut_regions(sample: Sample) -> tuple[list[Sample], list[str]]:
         return [sample], []
     height, width = annotated_size_px(sample.path)
     boxes: list[PixelBox] = []
+    outside = {number: item for number, item in enumerate(objects, 1) if item.is_object}
+    count = len(outside)
     for item in regions:
         assert not isinstance(item.shape, Point)
+        outline = None if is_rectangle(item.shape) else item.shape
         # A pixel belongs to a region if its center is inside.
         top, left, bottom, right = (int(np.ceil(value - 0.5)) for value in item.bounds_px)
         rows, columns = (max(top, 0), min(bottom, height)), (max(left, 0), min(right, width))
         for (upper, lower), (first, last) in product(_divide(*rows), _divide(*columns)):
             box = PixelBox(upper, first, lower - upper, last - first)
             factor = min(1.0, COARSE_PX / max(box.height_px, box.width_px))
-            outline = transform_outline(item.shape, factor, (upper, first))
-            if box not in boxes and fill_outline(outline, (COARSE_PX, COARSE_PX)).any():
+            coarse = transform_outline(item.shape, factor, (upper, first))
+            if box not in boxes and fill_outline(coarse, (COARSE_PX, COARSE_PX)).any():
                 boxes.append(box)
-    centers = np.array([item.center for item in objects if item.is_object]).reshape(-1, 2)
-    outside = np.ones(len(centers), bool)
-    for box in boxes:
-        corner = np.array([box.top_px, box.left_px])
-        outside &= ~np.all((centers >= corner) & (centers < corner + box[2:]), axis=1)
+                by_center = annotated == "points"
+                outside = {k: other for k, other in outside.items() if not is_in_region(other, box, outline, by_center)}
     notes = []
-    if outside.any():
-        notes.append(f"{int(outside.sum())} objects are outside of the regions (Region*), and are not used.")
+    if outside:
+        part = "with their centers" if annotated == "points" else "completely"
+        message = (
+            f"objects {part} outside of the regions (Region*) are not used: {len(outside)} of {count}, first: feature "
+            f"{next(iter(outside))}."
+        )
+        notes.append(Finding(sample.name, message, is_problem=False, objects=len(outside)))
     if not boxes:
-        notes.append("the regions (Region*) are outside of the image, which is not used.")
+        message = "the regions (Region*) are outside of the image, which is not used."
+        notes.append(Finding(sample.name, message, is_problem=False))
     return [_cut(sample, box) for box in boxes], notes
 
 
@@ -281,7 +303,7 @@ def _divide(start: int, stop: int) -> list[tuple[int, int]]:
     return list(pairwise(np.linspace(start, stop, parts + 1).round().astype(int).tolist())) if parts > 0 else []
 
 
-def _cut_squares(sample: Sample) -> tuple[list[Sample], list[str]]:
+def _cut_squares(sample: Sample) -> tuple[list[Sample], list[Finding]]:
     """Return a sample with a label for each square of a grid inside the classified regions of a sample; and notes.
 
     At least 75 % of a square (MIN_COVERED) are inside its region. A region that is too small for a square has one,
@@ -329,7 +351,7 @@ def _cut_squares(sample: Sample) -> tuple[list[Sample], list[str]]:
     notes = [f"{lost} regions are covered by others, or are tiny, and are not used."] if lost else []
     if not regions:
         notes.append("it has no regions, and is not used.")
-    return samples, notes
+    return samples, [Finding(sample.name, note, is_problem=False) for note in notes]
 
 
 def _find_area(item: SlideObject) -> float:

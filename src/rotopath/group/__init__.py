@@ -17,6 +17,7 @@ from rotopath.group.grid import (
     orientation_shift,
     output_size,
     reflect_index,
+    unit_vector,
 )
 from rotopath.group.kernel_families import (
     KERNELS,
@@ -43,6 +44,7 @@ from rotopath.group.rotation import (
     rotate,
     rotate_each,
     rotate_features,
+    rotate_reflected,
     warp_each,
 )
 
@@ -78,7 +80,9 @@ __all__ = [
     "rotate",
     "rotate_each",
     "rotate_features",
+    "rotate_reflected",
     "rotation_map",
+    "unit_vector",
     "warp_each",
     "write_group_kernels",
 ]

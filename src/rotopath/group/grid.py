@@ -25,6 +25,15 @@ def angles(orientations: int) -> list[float]:
     return [360 * i / orientations for i in range(orientations)]
 
 
+def unit_vector(degrees: float) -> tuple[float, float]:
+    """Return the vector (right, up) of length 1 at an angle, in degrees counter-clockwise from the right.
+
+    >>> [round(part, 3) for part in rp.group.unit_vector(120)]
+    [-0.5, 0.866]
+    """
+    return math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+
+
 def check_orientations(orientations: int) -> None:
     """Raise ValueError unless the number of orientations N is a whole number of 1 or more."""
     if not isinstance(orientations, Integral) or orientations < 1:

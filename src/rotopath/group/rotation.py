@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from rotopath.group.grid import centered_coordinates, check_orientations, reflect_index
 
+SPLINE_REACH = 4  # pixels farther away contribute only about 1 % to a value that splines interpolate
+
 # Rotate all images of a batch by the same angle
 
 
@@ -27,6 +29,24 @@ def rotate(x: Tensor, angle: float) -> Tensor:
     if angle % 90 == 0:
         return torch.rot90(x, int(angle // 90) % 4, (-2, -1))
     return _rotate_by_splines(x, math.radians(angle))
+
+
+def rotate_reflected(x: Tensor, angle: float) -> Tensor:
+    """Rotate images (..., H, W) as `rotate` does, but fill the corners by reflection at the edges of the images.
+
+    The rotation by the angle modulo 90° interpolates; the remaining multiple of 90° is exact. The rotations of a
+    rotated image by 0°, 90°, 180° and 270° therefore have the same pixels, at other positions.
+    """
+    between = angle % 90
+    if between:
+        height, width = x.shape[-2:]
+        reach = math.ceil((math.hypot(height, width) - min(height, width)) / 2) + SPLINE_REACH
+        rows, columns = (
+            reflect_index(torch.arange(-reach, size + reach, device=x.device), size) for size in (height, width)
+        )
+        x = _rotate_by_splines(x[..., rows[:, None], columns], math.radians(between))
+        x = x[..., reach:-reach, reach:-reach]
+    return rotate(x, angle - between)
 
 
 def rotate_features(x: Tensor, angle: float, reflections: bool = False) -> Tensor:

@@ -27,6 +27,7 @@ from rotopath.images.slides import Slide
 MAX_OVERLAY_PX = 1600  # maximum length of the longer side of an overlay
 MIN_OVERLAY_PX = 480  # smaller overlays are widened to the right, because a caption needs space
 MAX_HEAT_OPACITY = 0.4  # opacity of the color where the heat map is 1; the tissue must stay visible
+THICK_OUTLINE_UM_PX = 0.5  # at finer pixel spacings, a nucleus has 10 px or more, and its outline a width of 2 px
 MAX_OUTLINE_UM_PX = 2.0  # at coarser pixel spacings, outlines of detections are not drawn: they would be only dots
 RING_RADIUS_UM, MIN_RING_RADIUS_PX = 15.0, 7  # radius of the rings around points, and its minimum on the overlay
 MAX_DRAWN = 20_000  # maximum number of objects that are drawn
@@ -36,6 +37,7 @@ INK, WARNING_INK, PAPER = (30, 30, 40), (180, 20, 20), (255, 255, 255)  # colors
 REPLACEMENTS = str.maketrans({"µ": "u", "²": "2", "×": "x"})  # for fonts without these characters
 CROP_PX, CROPS_PER_ROW = 128, 8  # side of a crop on a sheet, and number of crops in a row
 MIN_CROP_UM = 32.0  # side of the smallest crop
+CROP_INK, TICK_PX = (255, 255, 255), 9  # color of the outline in a crop; length of the marks at its edges
 
 ORIENTATION_SCALE = 4  # `draw_orientations` enlarges the image by this factor
 SUPERSAMPLING = 2  # strokes are drawn larger by this factor and then reduced, for smooth lines
@@ -142,11 +144,11 @@ def _draw_object(pen: ImageDraw.ImageDraw, item: SlideObject, color: Color, scal
     elif item.kind == "annotation" or spacing_um_px <= MAX_OUTLINE_UM_PX:
         for polygon in item.shape:
             for ring in polygon.rings:
-                vertices = [(float(x), float(y)) for y, x in ring * scale]
-                line = [*vertices, vertices[0]]
+                line = (np.concatenate([ring, ring[:1]])[:, ::-1] * scale).ravel().tolist()  # x, y, x, y, ...
                 if item.kind == "annotation":
                     pen.line(line, fill=PAPER, width=4, joint="curve")
-                pen.line(line, fill=color, width=2 if item.kind == "annotation" else 1)
+                is_thick = item.kind == "annotation" or spacing_um_px <= THICK_OUTLINE_UM_PX
+                pen.line(line, fill=color, width=2 if is_thick else 1)
 
 
 def _frame(
@@ -214,7 +216,9 @@ def scale_bar_um(longest_um: float) -> float:
 
 
 def draw_crops(slide: Slide, groups: Mapping[str, Sequence[tuple[int, SlideObject]]], measurement: str) -> Image.Image:
-    """Return a sheet of crops around objects, without drawings on them.
+    """Return a sheet of crops around objects, each with the outline of its object, or with marks that point to it.
+
+    The outline is thin, and the marks are at the edges, because the pixels of the object are to be judged.
 
     `groups` maps titles to objects and their numbers. Each crop is centered on an object, and has a side of MIN_CROP_UM
     or is large enough for the object. The text below a crop is the number of the object, the value of its
@@ -247,7 +251,19 @@ def _crop(slide: Slide, item: SlideObject) -> tuple[Image.Image, float]:
         round(middle * slide.spacing_um_px / spacing - CROP_PX / 2)
         for middle in ((top + bottom) / 2, (left + right) / 2)
     )
-    return Image.fromarray(slide.read(row, column, CROP_PX, CROP_PX, spacing)), side_um
+    crop = Image.fromarray(slide.read(row, column, CROP_PX, CROP_PX, spacing))
+    pen, middle, end = ImageDraw.Draw(crop), CROP_PX // 2, CROP_PX - 1
+    if isinstance(item.shape, Point):
+        for width, ink in ((3, PAPER), (1, INK)):
+            for line in ((0, TICK_PX), (end - TICK_PX, end)):
+                pen.line((line[0], middle, line[1], middle), fill=ink, width=width)
+                pen.line((middle, line[0], middle, line[1]), fill=ink, width=width)
+        return crop, side_um
+    for polygon in item.shape:
+        for ring in polygon.rings:
+            vertices = np.concatenate([ring, ring[:1]]) * slide.spacing_um_px / spacing - (row, column)
+            pen.line(vertices[:, ::-1].ravel().tolist(), fill=CROP_INK, width=1)
+    return crop, side_um
 
 
 # Orientation fields

@@ -12,11 +12,11 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Literal, TextIO, cast
+from typing import IO, Any, Literal, NamedTuple, TextIO, cast
 from uuid import UUID
 
 import numpy as np
@@ -35,7 +35,8 @@ DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath types that are read as
 # Classes of QuPath that are not classes of objects: areas that are left out, and areas in which objects are annotated.
 IGNORED_CLASS, REGION_CLASS = "Ignore*", "Region*"
 ACCEPTED = "accepted"  # measurement of an object that a person has reviewed: 1, or 0 if the person has rejected it
-MAX_JSON_BYTES = 2**30
+MAX_JSON_BYTES = 2**30  # of a file that is read at once
+MAX_LINES_BYTES = 2**32  # of a file that is read line by line: four million nuclei
 MAX_COORDINATE_PX = 1e9  # larger than any slide
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # `json.dumps` would make one for each object
@@ -67,23 +68,34 @@ class SlideObject:
         top, left, bottom, right = self.bounds_px
         return (top + bottom) / 2, (left + right) / 2
 
-    @cached_property
+    @property
     def id(self) -> UUID:
         """Identifier, computed from the kind, class and shape: an object has the same identifier in every file."""
+        return UUID(self.id_text)
+
+    @cached_property
+    def id_text(self) -> str:
+        """The identifier as text."""
         content = f"{json.dumps([self.kind, self.class_name])[:-1]}, {self._geometry}]"
-        return UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5)
+        return str(UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5))
 
     @cached_property
     def _geometry(self) -> str:
         return json.dumps(_make_geometry(self.shape))
 
-    @cached_property
-    def _feature(self) -> str:
-        return self._write_feature(self._geometry)
+    def render(self, origin_px: tuple[float, float] = (0, 0)) -> None:
+        """Compute now what tables and GeoJSON files contain. The object keeps it, also in another process.
 
-    def render(self) -> None:
-        """Compute everything that tables and GeoJSON files need now. The object keeps it, also in another process."""
-        _ = self._feature, self.bounds_px
+        `origin_px` (row, column) is that of the files.
+        """
+        texts = _Texts(tuple(origin_px), self.to_feature(origin_px), _format_row(self, origin_px))
+        vars(self)["_texts"] = texts  # not an attribute that can be set: objects are frozen
+        vars(self).pop("_geometry")  # it need not be sent to another process, because the feature contains it
+
+    def _find_texts(self, origin_px: tuple[float, float]) -> "_Texts | None":
+        """Return the texts of `render` if they were computed for this origin of the files, else None."""
+        texts: _Texts | None = vars(self).get("_texts")
+        return texts if texts is not None and texts.origin_px == tuple(origin_px) else None
 
     @cached_property
     def bounds_px(self) -> tuple[float, float, float, float]:
@@ -99,9 +111,16 @@ class SlideObject:
         `origin_px` (row, column), in pixels of level 0, is subtracted from all coordinates, which are then rounded to
         `decimals`; None keeps all decimals. Raises ValueError if a coordinate or a measurement is NaN or infinite.
         """
-        if not any(origin_px) and decimals == DECIMALS:
-            return self._feature
+        if decimals == DECIMALS and (texts := self._find_texts(origin_px)) is not None:
+            return texts.feature
+        if decimals == DECIMALS and not any(origin_px):
+            return self._write_feature(self._geometry)
         return self._write_feature(json.dumps(_make_geometry(self.shape, origin_px, decimals)))
+
+    def to_line(self, number: int, origin_px: tuple[float, float] = (0, 0)) -> str:
+        """Return the object as a line of a CSV table (`write_rows`), in which it has this number."""
+        texts = self._find_texts(origin_px)
+        return f"{number},{_format_row(self, origin_px) if texts is None else texts.row}"
 
     def _write_feature(self, geometry: str) -> str:
         properties: dict[str, Any] = {"objectType": self.kind}
@@ -115,7 +134,15 @@ class SlideObject:
                     f"An object has NaN or infinite measurements: {dict(self.measurements)}; remove these measurements."
                 )
         content = ENCODER.encode(properties)
-        return f'{{"type": "Feature", "id": "{self.id}", "geometry": {geometry}, "properties": {content}}}'
+        return f'{{"type": "Feature", "id": "{self.id_text}", "geometry": {geometry}, "properties": {content}}}'
+
+
+class _Texts(NamedTuple):
+    """What files with a certain origin contain about an object."""
+
+    origin_px: tuple[float, ...]
+    feature: str
+    row: str  # of a CSV table, without the number
 
 
 # Writing GeoJSON
@@ -204,15 +231,21 @@ def write_rows(
     """
     rows, has_head = csv.writer(table, lineterminator="\n"), False
     for number, item in enumerate(objects, 1):
-        row = to_row(item, number, origin_px)
         if not has_head:
-            rows.writerow(row)
+            rows.writerow([*COLUMNS, *item.measurements])
             has_head = True
-        measurements = [f"{value:.6g}" for value in item.measurements.values()]
-        rows.writerow([*list(row.values())[: len(COLUMNS)], *measurements])
+        table.write(item.to_line(number, origin_px))
         yield item
     if not has_head:
         rows.writerow([*COLUMNS, *measurement_names])
+
+
+def _format_row(item: SlideObject, origin_px: tuple[float, float]) -> str:
+    """Return the line of an object in a CSV table, without its number, which is the first column."""
+    first = list(to_row(item, 0, origin_px).values())[1 : len(COLUMNS)]
+    with io.StringIO() as line:
+        csv.writer(line, lineterminator="\n").writerow(first + [f"{value:.6g}" for value in item.measurements.values()])
+        return line.getvalue()
 
 
 def write_parquet(
@@ -256,7 +289,7 @@ def to_row(item: SlideObject, number: int, origin_px: tuple[float, float] = (0, 
     "y_px" are the center of the bounding box, in pixels of level 0, minus `origin_px` (row, column).
     """
     x, y = item.center[1] - origin_px[1], item.center[0] - origin_px[0]
-    first = (number, str(item.id), item.class_name, round(x, DECIMALS), round(y, DECIMALS))
+    first = (number, item.id_text, item.class_name, round(x, DECIMALS), round(y, DECIMALS))
     return {**dict(zip(COLUMNS, first, strict=True)), **item.measurements}
 
 
@@ -266,10 +299,41 @@ def to_row(item: SlideObject, number: int, origin_px: tuple[float, float] = (0, 
 def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[SlideObject]:
     """Read the objects of a GeoJSON file that this package or QuPath has written; a file named *.gz is decompressed.
 
-    `origin_px` (row, column) is added to all coordinates, to convert them to pixels of level 0. Raises
+    `origin_px` (row, column) is added to all coordinates, to convert them to pixels of level 0. A file of this package
+    is read line by line, and may therefore have up to `MAX_LINES_BYTES`; for other files, see `read_json`. Raises
     `UnreadableFileError` if the file or one of its features cannot be used.
     """
-    return parse_geojson(path, read_json(path), origin_px)
+    if has_line_per_feature(path):
+        with suppress(OSError, EOFError, zlib.error, ValueError, RecursionError), _open(path) as file:
+            return list(_read_lines(path, file, origin_px))
+    return parse_geojson(path, read_json(path), origin_px)  # this also explains what is wrong with a damaged file
+
+
+def has_line_per_feature(path: Path) -> bool:
+    """Return whether a file begins as those of `write_geojson`, which have a line for each feature."""
+    try:
+        with _open(path) as file:
+            return file.read(len(HEAD)) == HEAD.encode()
+    except (OSError, EOFError, zlib.error):
+        return False
+
+
+def _open(path: Path) -> IO[bytes]:
+    expect_file(path)
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+
+
+def _read_lines(path: Path, file: IO[bytes], origin_px: tuple[float, float]) -> Iterator[SlideObject]:
+    """Yield the objects of a file that has a line for each feature. Raises ValueError if it has not, or is cut off."""
+    size, line = len(file.readline()), file.readline(MAX_JSON_BYTES)
+    while line.rstrip() not in (b"", b"]}"):
+        size += len(line)
+        if not line.endswith(b"\n") or size > MAX_LINES_BYTES:
+            raise ValueError("a line is cut off, or the file is too large")
+        yield from parse_geojson(path, parse_json(line.rstrip(b",\n"), only_finite=False), origin_px)
+        line = file.readline(MAX_JSON_BYTES)
+    if not line or file.read(1):
+        raise ValueError("the file is cut off, or continues after its end")
 
 
 def read_json(path: Path) -> Any:
@@ -277,9 +341,8 @@ def read_json(path: Path) -> Any:
 
     Files that are larger than `MAX_JSON_BYTES`, also after decompression, are not read.
     """
-    expect_file(path)
     try:
-        with path.open("rb") if path.suffix != ".gz" else gzip.open(path) as file:
+        with _open(path) as file:
             content = file.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
             raise UnreadableFileError(path, f"is larger than {MAX_JSON_BYTES >> 20} MB; divide it into several files.")
@@ -324,6 +387,8 @@ def _parse_feature(feature: Any, origin_px: tuple[float, float]) -> Iterator[Sli
 
     `origin_px` (row, column) is added to all coordinates.
     """
+    if (type_name := feature.get("type", "Feature")) != "Feature":
+        raise ValueError(f"its type is {type_name!r:.50}; expected 'Feature'")
     properties = feature.get("properties") or {}
     object_type = properties.get("objectType", properties.get("object_type"))
     kind: Literal["detection", "annotation"] = "detection" if object_type in DETECTION_TYPES else "annotation"

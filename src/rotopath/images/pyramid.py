@@ -1,12 +1,11 @@
 """Keep large maps in files, and write maps and images as image pyramids.
 
-`MapFile` is a temporary file of a map, which is written in rectangles and read in strips. `MapWriter` writes the
+`MapFile` is a temporary file of a map, which is written and read in rectangles. `MapWriter` writes the
 outputs of a network to a compressed file, from which `StoredMap` reads any rectangle. `write_pyramid` writes a tiled
 OME-TIFF file with several resolution levels. QuPath, Bio-Formats and `open_slide` read parts of these files
-quickly. The caller passes the pixels as horizontal strips from top to bottom: arrays (h, W) or (h, W, 3) of float32 or
-uint8, or label maps (h, W) of uint32. Level 0 has the full resolution. Only one row of tiles is in memory at a time.
-The pixels of the other levels are kept in temporary files, which together need a third of the uncompressed size of
-level 0. Files are written atomically.
+quickly. It reads a map or an image tile by tile: arrays (h, w) or (h, w, 3) of float32 or uint8, or label maps (h, w)
+of uint32. Level 0 has the full resolution. Memory does not grow with the map. The pixels of the other levels are kept
+in temporary files, which together need a third of the uncompressed size of level 0. Files are written atomically.
 """
 
 import io
@@ -15,58 +14,78 @@ import math
 import tempfile
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import lru_cache
-from itertools import chain, product, zip_longest
+from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from tifffile import TiffWriter
 
 from rotopath.environment import count_cores
-from rotopath.images.files import UnreadableFileError
+from rotopath.images.files import UnreadableFileError, expect_file
 from rotopath.writing import atomic_file, parse_json
 
 TILE_PX = 512  # side of the square tiles
 UM_PER_CM = 1e4
 MAX_CLASSIC_BYTES = 2**31  # for a larger level 0, a BigTIFF is written: offsets in a classic TIFF have only 32 bits
+SQUARE_PX = 128  # side of the squares of a `MapFile`: 64 kB
 BLOCK_PX, CACHED_BLOCKS = 512, 24  # stored maps are compressed in blocks; 24 blocks of three channels need 75 MB
 COMPRESSORS = min(16, max(4, count_cores()))  # number of threads that compress blocks and tiles
 ABOUT, MASK = "about.json", "mask.npy"  # names of the other parts of a stored map
 MAX_ABOUT_BYTES, MAX_MASK_BYTES = 2**20, 2**28  # a mask has a pixel for each 8 µm: 2**28 are over 100 cm²
 Pixels = NDArray[Any]
+# Reads pixels (h, w) or (h, w, 3) in a range of rows and of columns, each as (start, stop)
+ReadPart = Callable[[tuple[int, int], tuple[int, int]], Pixels]
+
+
+class _Band(NamedTuple):
+    """The part of a rectangle of a `MapFile` that is in one row of squares."""
+
+    position: int  # position in the file of the first of these squares
+    squares: int  # number of squares, which are contiguous in the file
+    inside: tuple[slice, slice]  # rows and columns of the part, in the pixels of these squares
+    rows: slice  # rows of the part, in the rectangle
 
 
 class MapFile:
     """A map (rows, columns) of numbers in a file, written in rectangles. Pixels that are never written are 0.
 
     Several threads may use it at once. The file is not mapped into memory: on a full disk, writing to memory would end
-    the process with the signal SIGBUS, in place of an OSError.
+    the process with the signal SIGBUS, in place of an OSError. It consists of squares with a side of `SQUARE_PX`, row
+    by row. Thus, few calls of the system read or write a rectangle: one for each row of squares.
 
-    `dtype` is float32, or uint32 for label maps. On most file systems, parts that are never written need no space.
+    `file` is its path, or the open, unbuffered file, and `size` (rows, columns) may also be (rows, columns, 3) for
+    colors. `dtype` is float32, or for example uint32 for label maps. On most file systems, parts that are never written
+    need no space.
     """
 
-    def __init__(self, path: Path, size: tuple[int, ...], dtype: type[np.float32 | np.uint32] = np.float32) -> None:
+    def __init__(self, file: Path | IO[bytes], size: tuple[int, ...], dtype: DTypeLike = np.float32) -> None:
         self.size = (size[0], size[1])
-        self._dtype = np.dtype(dtype)
-        self._file = path.open("wb+", buffering=0)
-        self._file.truncate(self._dtype.itemsize * math.prod(size))
+        self.dtype, self._channels = np.dtype(dtype), size[2:]
+        down, self._across = (-(-side // SQUARE_PX) for side in self.size)  # numbers of squares
+        self._square_bytes = self.dtype.itemsize * math.prod(self._channels) * SQUARE_PX**2
+        self._file: Any = file.open("wb+", buffering=0) if isinstance(file, Path) else file
+        self._file.truncate(self._square_bytes * down * self._across)
         self._lock = Lock()  # of the position in the file
 
     def write(self, top: int, left: int, values: NDArray[Any]) -> None:
         """Write values (h, w), with the first value at row `top` and column `left`."""
         with self._lock:
-            for content in self._seek_runs(top, left, np.ascontiguousarray(values, self._dtype)):
-                written = 0
-                while written < len(content):
-                    written += self._file.write(content[written:])
+            for band in self._find_bands(top, left, values.shape):
+                if band.inside == (slice(0, SQUARE_PX), slice(0, band.squares * SQUARE_PX)):
+                    self._save(band, values[band.rows].astype(self.dtype, copy=False))
+                    continue
+                pixels = self._load(band)
+                pixels[band.inside] = values[band.rows]
+                self._save(band, pixels)
 
     def paint(self, top: int, left: int, values: NDArray[Any]) -> None:
         """Write the values (h, w) that are not 0; where they are 0, the map keeps its values."""
@@ -74,22 +93,19 @@ class MapFile:
         if not len(rows):
             return
         used = values[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-        top, left = top + int(rows[0]), left + int(columns[0])
-        old = self.read_part((top, top + len(used)), (left, left + used.shape[1]))
-        self.write(top, left, np.where(used != 0, used, old))
+        with self._lock:
+            for band in self._find_bands(top + int(rows[0]), left + int(columns[0]), used.shape):
+                pixels, new = self._load(band), used[band.rows]
+                pixels[band.inside] = np.where(new != 0, new, pixels[band.inside])
+                self._save(band, pixels)
 
     def read_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> NDArray[Any]:
         """Return the values in a range of rows and of columns, each as (start, stop)."""
-        part = np.empty((rows[1] - rows[0], columns[1] - columns[0]), self._dtype)
-        with self._lock:
-            for content in self._seek_runs(rows[0], columns[0], part):
-                read = 0
-                while read < len(content):
-                    if not (count := self._file.readinto(content[read:])):
-                        raise EOFError(
-                            f"The rows {rows} and columns {columns} are not inside a map of {self.size} pixels."
-                        )
-                    read += count
+        part = np.empty((rows[1] - rows[0], columns[1] - columns[0], *self._channels), self.dtype)
+        for band in self._find_bands(rows[0], columns[0], part.shape):
+            with self._lock:
+                pixels = self._load(band)
+            part[band.rows] = pixels[band.inside]
         return part
 
     def read(self, top: int = 0, bottom: int | None = None) -> NDArray[Any]:
@@ -108,17 +124,40 @@ class MapFile:
     def close(self) -> None:
         self._file.close()
 
-    def _seek_runs(self, top: int, left: int, part: NDArray[Any]) -> Iterator[memoryview]:
-        """Yield the bytes of a rectangle whose values are contiguous in the file, at their position in the file.
-
-        These are all bytes if the rectangle has all columns of the map, and otherwise those of each row.
-        """
-        if not part.size:
+    def _find_bands(self, top: int, left: int, shape: tuple[int, ...]) -> Iterator[_Band]:
+        """Yield the parts of a rectangle, whose shape is (h, w). Raises ValueError if it is not inside of the map."""
+        bottom, right = top + shape[0], left + shape[1]
+        if top < 0 or left < 0 or bottom > self.size[0] or right > self.size[1]:
+            raise ValueError(f"The rectangle ({top}, {left}, {bottom}, {right}) is not in a map of {self.size} pixels.")
+        if left == right:
             return
-        runs = part.reshape(1, -1) if part.shape[1] == self.size[1] else part
-        for i, run in enumerate(runs):
-            self._file.seek(self._dtype.itemsize * ((top + i) * self.size[1] + left))
-            yield run.data.cast("B")
+        first, stop = left // SQUARE_PX, -(-right // SQUARE_PX)
+        columns = slice(left - first * SQUARE_PX, right - first * SQUARE_PX)
+        for row in range(top // SQUARE_PX, -(-bottom // SQUARE_PX)):
+            start, end = max(top, row * SQUARE_PX), min(bottom, (row + 1) * SQUARE_PX)
+            inside = slice(start - row * SQUARE_PX, end - row * SQUARE_PX), columns
+            position = (row * self._across + first) * self._square_bytes
+            yield _Band(position, stop - first, inside, slice(start - top, end - top))
+
+    def _load(self, band: _Band) -> NDArray[Any]:
+        """Return the pixels of the squares of a band, from left to right."""
+        squares = np.empty((band.squares, SQUARE_PX, SQUARE_PX, *self._channels), self.dtype)
+        content = squares.data.cast("B")
+        self._file.seek(band.position)
+        while content:
+            if not (count := self._file.readinto(content)):
+                raise EOFError("The file of a map is shorter than the map.")
+            content = content[count:]
+        return np.concatenate(squares, axis=1)
+
+    def _save(self, band: _Band, pixels: NDArray[Any]) -> None:
+        """Write the pixels of the squares of a band, as `_load` returns them."""
+        columns = pixels.reshape(SQUARE_PX, band.squares, SQUARE_PX, *self._channels)
+        squares = np.ascontiguousarray(columns.swapaxes(0, 1))
+        content = squares.data.cast("B")
+        self._file.seek(band.position)
+        while content:
+            content = content[self._file.write(content) :]
 
 
 class MapWriter:
@@ -178,6 +217,7 @@ class StoredMap:
     """
 
     def __init__(self, path: Path) -> None:
+        expect_file(path)
         self._path = path
         with ExitStack() as stack:
             try:
@@ -250,62 +290,57 @@ def _compress(block: NDArray[np.float32]) -> bytes:
     return zlib.compress(np.ascontiguousarray(block).view(np.uint8).reshape(-1, 4).T.tobytes(), level=1)
 
 
-def write_pyramid(
-    path: Path, strips: Iterable[Pixels], size_px: tuple[int, int], spacing_um_px: float, name: str = ""
-) -> None:
-    """Write a map or an image as a pyramid, from horizontal strips of any height.
+def write_pyramid(path: Path, pixels: MapFile | Pixels, spacing_um_px: float, name: str = "") -> None:
+    """Write a map or an image as a pyramid. `spacing_um_px` is the pixel spacing of level 0, in µm/px.
 
-    `size_px` (rows, columns) is the size of level 0, and `spacing_um_px` its pixel spacing in µm/px. `name` is the
-    image name in the metadata. Each further level has half the resolution of the previous level; its pixels are means
-    of 2 × 2 pixels or, in label maps, the upper left of them, because the mean of two object numbers is another object.
-    The last level fits in a single tile.
+    `name` is the image name in the metadata. Each further level has half the resolution of the previous level; its
+    pixels are means of 2 × 2 pixels or, in label maps, the upper left of them, because the mean of two object numbers
+    is another object. The last level fits in a single tile.
 
-    Raises ValueError if a side of `size_px` is below 1, or if there are no strips. Also raises ValueError unless all
-    strips have the same type (float32, uint8 or uint32), the same number of channels and the width of `size_px`, and
-    together have as many rows as `size_px`.
+    Raises ValueError if a side is below 1, or unless the pixels have one or three channels of float32, uint8 or uint32.
     """
-    incoming = iter(strips)
-    first = next(incoming, None)
-    if first is None or min(size_px) < 1:
+    read = pixels.read_part if isinstance(pixels, MapFile) else partial(_crop, pixels)
+    shape = read((0, 0), (0, 0)).shape[2:]
+    shape = (*(pixels.size if isinstance(pixels, MapFile) else pixels.shape[:2]), *shape)
+    if min(shape) < 1 or pixels.dtype not in (np.float32, np.uint8, np.uint32) or shape[2:] not in ((), (3,)):
         raise ValueError(
-            f"A pyramid needs a size of 1 × 1 px or more, and at least one strip of pixels; got a size of "
-            f"{size_px[0]} × {size_px[1]} px (rows × columns) and {'no strips' if first is None else 'strips'}."
+            f"A pyramid needs pixels (h, w) or (h, w, 3) of float32, uint8 or uint32; got {shape} of {pixels.dtype}."
         )
-    if first.dtype not in (np.float32, np.uint8, np.uint32) or first.shape[2:] not in ((), (3,)):
-        raise ValueError(
-            f"A pyramid needs strips (h, W) or (h, W, 3) of float32, uint8 or uint32; got {first.shape} of "
-            f"{first.dtype}."
-        )
-    shape = (*size_px, *first.shape[2:])
     level_shapes = _level_shapes(shape)
     size_um = {f"PhysicalSize{axis}": spacing_um_px for axis in "XY"}
     units = {f"PhysicalSize{axis}Unit": "µm" for axis in "XY"}
     metadata = {"axes": "YXS"[: len(shape)], **size_um, **units} | ({"Name": name} if name else {})
-    is_large = first.dtype.itemsize * math.prod(shape) > MAX_CLASSIC_BYTES
+    is_large = pixels.dtype.itemsize * math.prod(shape) > MAX_CLASSIC_BYTES
     with ExitStack() as stack:
         tiff = TiffWriter(stack.enter_context(atomic_file(path)), bigtiff=is_large, ome=True)
         stack.enter_context(tiff)
         # While a level is written, its pixels are also reduced to half the resolution. The reduced pixels are saved to
         # a temporary file, from which the next level is written.
-        reduced_files = [stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in level_shapes[1:]]
-        tile_rows = _regroup(chain([first], incoming), shape, first.dtype)
-        for level, (level_shape, reduced) in enumerate(zip_longest(level_shapes, reduced_files)):
+        for level, level_shape in enumerate(level_shapes):
+            reduced = None
+            if level + 1 < len(level_shapes):
+                file = stack.enter_context(tempfile.TemporaryFile(dir=path.parent, buffering=0))
+                reduced = MapFile(file, level_shapes[level + 1], pixels.dtype)
             pixels_per_cm = UM_PER_CM / (spacing_um_px * 2**level)
-            tiles = _cut_tiles(tile_rows, reduced)
+            tiles = _cut_tiles(read, level_shape, reduced)
             tiff.write(
-                _compress_labels(tiles) if first.dtype == np.uint32 else tiles,
+                _compress_labels(tiles) if pixels.dtype == np.uint32 else (read_tile() for read_tile in tiles),
                 shape=level_shape,
-                dtype=first.dtype,
+                dtype=pixels.dtype,
                 tile=(TILE_PX, TILE_PX),
                 photometric="rgb" if len(shape) == 3 else "minisblack",
                 compression="adobe_deflate",
                 resolution=(pixels_per_cm, pixels_per_cm),
                 resolutionunit="CENTIMETER",
                 software="rotopath",
-                **({"subfiletype": 1} if level else {"subifds": len(reduced_files), "metadata": metadata}),
+                **({"subfiletype": 1} if level else {"subifds": len(level_shapes) - 1, "metadata": metadata}),
             )
             if reduced is not None:
-                tile_rows = _read_tile_rows(reduced, level_shapes[level + 1], first.dtype)
+                read = reduced.read_part
+
+
+def _crop(pixels: Pixels, rows: tuple[int, int], columns: tuple[int, int]) -> Pixels:
+    return pixels[slice(*rows), slice(*columns)]
 
 
 def _level_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -317,71 +352,40 @@ def _level_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _regroup(strips: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Pixels]:
-    """Convert strips of any height to strips that are as high as a tile. The last strip may have fewer rows.
+def _cut_tiles(read: ReadPart, shape: tuple[int, ...], reduced: MapFile | None) -> Iterator[Callable[[], Pixels]]:
+    """Yield a function for each tile of a level, row by row, which reads the tile; `shape` is that of the level.
 
-    `shape` and `dtype` are the shape and the type of level 0. Raises ValueError if the strips do not fit them.
+    Unless `reduced` is None, the functions also write the pixels at half the resolution there, for the next level.
     """
-    height = shape[0]
-    tile_row = np.empty((min(TILE_PX, height), *shape[1:]), dtype)
-    filled = done = 0  # number of rows in `tile_row`, and in all tile rows before it
-    for strip in strips:
-        if strip.shape[1:] != shape[1:] or strip.dtype != dtype or done + filled + len(strip) > height:
-            raise ValueError(
-                f"A pyramid of {' × '.join(map(str, shape))} {dtype} got a strip of {strip.shape} {strip.dtype} at row "
-                f"{done + filled}, which does not fit; pass strips that have the width and type of the pyramid, and "
-                f"heights that add up to its height."
-            )
-        if filled == 0 and 0 < len(strip) == len(tile_row):  # the usual case, which needs no copy
-            yield strip
-            done += len(strip)
-            tile_row = np.empty((min(TILE_PX, height - done), *shape[1:]), dtype)
-            continue
-        copied = 0
-        while copied < len(strip):
-            part = strip[copied : copied + len(tile_row) - filled]
-            tile_row[filled : filled + len(part)] = part
-            filled, copied = filled + len(part), copied + len(part)
-            if filled == len(tile_row):
-                yield tile_row
-                done, filled = done + filled, 0
-                tile_row = np.empty((min(TILE_PX, height - done), *shape[1:]), dtype)
-    if done < height:
-        raise ValueError(f"A pyramid of {height} rows got strips with only {done + filled} rows; pass all rows.")
-
-
-def _read_tile_rows(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Pixels]:
-    """Read the temporary file of a level, and yield strips as high as a tile. The last strip may have fewer rows."""
-    file.seek(0)
     for top in range(0, shape[0], TILE_PX):
-        size = (min(TILE_PX, shape[0] - top), *shape[1:])
-        yield np.frombuffer(file.read(math.prod(size) * dtype.itemsize), dtype).reshape(size)
+        for left in range(0, shape[1], TILE_PX):
+            rows, columns = (top, min(top + TILE_PX, shape[0])), (left, min(left + TILE_PX, shape[1]))
+            yield partial(_read_tile, read, rows, columns, reduced)
 
 
-def _cut_tiles(tile_rows: Iterable[Pixels], reduced: IO[bytes] | None) -> Iterator[Pixels]:
-    """Cut strips that are as high as a tile into tiles, and yield the tiles row by row.
-
-    Unless `reduced` is None, also write the pixels at half the resolution to the file `reduced`, for the next level.
-    """
-    for tile_row in tile_rows:
-        if reduced is not None:
-            reduced.write(_halve(tile_row).tobytes())
-        for left in range(0, tile_row.shape[1], TILE_PX):
-            yield tile_row[:, left : left + TILE_PX]
+def _read_tile(read: ReadPart, rows: tuple[int, int], columns: tuple[int, int], reduced: MapFile | None) -> Pixels:
+    tile = read(rows, columns)
+    if reduced is not None:
+        reduced.write(rows[0] // 2, columns[0] // 2, _halve(tile))
+    return tile
 
 
-def _compress_labels(tiles: Iterable[Pixels]) -> Iterator[bytes]:
-    """Compress the tiles of a label map, in threads. Most of them contain no object, and are compressed only once."""
+def _compress_labels(tiles: Iterable[Callable[[], Pixels]]) -> Iterator[bytes]:
+    """Read and compress the tiles of a label map, in threads. Tiles without objects are compressed only once."""
     empty = zlib.compress(bytes(TILE_PX**2 * np.dtype(np.uint32).itemsize))
 
-    def compress(tile: Pixels) -> bytes:
+    def compress(read_tile: Callable[[], Pixels]) -> bytes:
+        tile = read_tile()
+        if not tile.any():
+            return empty
         missing = [(0, TILE_PX - size) for size in tile.shape]  # at the bottom and right edges
-        return zlib.compress(np.pad(tile, missing).tobytes()) if tile.any() else empty
+        whole = np.pad(tile, missing) if any(map(any, missing)) else np.ascontiguousarray(tile)
+        return zlib.compress(whole.data)
 
     with ThreadPoolExecutor(COMPRESSORS) as pool:
         waiting: deque[Future[bytes]] = deque()
-        for tile in tiles:
-            waiting.append(pool.submit(compress, tile))
+        for read_tile in tiles:
+            waiting.append(pool.submit(compress, read_tile))
             if len(waiting) > 2 * COMPRESSORS:
                 yield waiting.popleft().result()
         while waiting:

@@ -291,13 +291,18 @@ def _choose_spacing(
         return _expect_spacing(path, size_um)
     if size_um is not None and not override and all(is_plausible(side) for side in size_um):
         stated_um_px = max(size_um, key=lambda side: abs(side / given_um_px - 1))
-        if abs(stated_um_px / given_um_px - 1) > CONTRADICTION:
-            raise UnreadableImageError(
-                path,
-                f"states a pixel spacing of {stated_um_px:.4g} µm/px, but {given_um_px:.4g} µm/px was given; leave out "
-                f"--spacing-um-px to use that of the file, or add --override-spacing to use the given one.",
-            )
+        expect_equal_spacing(path, stated_um_px, given_um_px)
     return given_um_px
+
+
+def expect_equal_spacing(path: Path, stated_um_px: float, given_um_px: float) -> None:
+    """Raise UnreadableImageError if a given pixel spacing contradicts that which a file states."""
+    if abs(stated_um_px / given_um_px - 1) > CONTRADICTION:
+        raise UnreadableImageError(
+            path,
+            f"states a pixel spacing of {stated_um_px:.4g} µm/px, but {given_um_px:.4g} µm/px was given; leave out "
+            f"--spacing-um-px to use that of the file, or add --override-spacing to use the given one.",
+        )
 
 
 def _expect_spacing(path: Path, size_um: tuple[float, float] | None) -> float:

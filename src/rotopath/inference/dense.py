@@ -15,9 +15,9 @@ module `slide_pass`, tile by tile; the module `tiling` rotates the tiles.
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from rotopath import group
 from rotopath.data.dataset import DataError
+from rotopath.group.rotation import SPLINE_REACH
 from rotopath.inference.tiling import (
-    SPLINE_REACH,
     TILE_PX,
     Activation,
     Span,
@@ -40,10 +40,13 @@ from rotopath.inference.tiling import (
     predict_in_tiles,
 )
 from rotopath.models import DenseNetwork, Geometry, freeze
+from rotopath.models.foreign import OnnxModule
+from rotopath.models.foreign import load_onnx as load_onnx  # exporting uses it, too
 from rotopath.models.protocols import (
     IMAGE_CHANNELS,
     DenseModule,
     SlidingModule,
+    WindowNetwork,
     as_floats,
     in_one_line,
     replace_module,
@@ -241,7 +244,10 @@ def predict_patches(
 
 
 def predict_rotated(
-    network: DenseNetwork, images: Tensor, degrees: Sequence[float], activation: Activation = activate
+    network: DenseNetwork,
+    images: Tensor,
+    degrees: Sequence[float],
+    activation: Activation = activate,
 ) -> NDArray[np.float32]:
     """Rotate patches by each angle, and predict the class probabilities (angles, B, K) at their centers.
 
@@ -276,15 +282,46 @@ def predict_rotated(
     batch_size = max(1, PIXELS_PER_BATCH // window_px**2)
     for start in range(0, len(images), batch_size):
         batch = images[start : start + batch_size]
-        windows: dict[float, Tensor] = {}  # windows rotated by the angle modulo 90°, which needs interpolation
-        for i, angle in enumerate(degrees):
-            between = angle % 90
-            if between not in windows:
-                windows[between] = center_crop(_rotate_windows(batch, window_px, between), window_px, window_px)
-            rotated = group.rotate(windows[between], angle - between)
+        for i, _, rotated in _rotate_batch(batch, window_px, degrees):
             maps = center_crop(compute_probabilities(network, rotated, activation), 1, 1)
             probabilities[i, start : start + len(batch)] = maps.flatten(1).cpu().numpy()
     return probabilities
+
+
+def predict_realigned(
+    network: WindowNetwork,
+    images: Tensor,
+    degrees: Sequence[float],
+    activation: Activation = activate,
+) -> NDArray[np.float32]:
+    """Rotate patches by each angle, predict maps of their windows, rotate the maps back, and return their disc.
+
+    This is for a network that returns a map (B, K, h, h) for windows of one size, with a side of `network.window_px`.
+    `images` (B, 3, S, S) and `degrees` are those of `predict_rotated`; S may be any size. The maps are compared
+    where all of them have values: on the P positions of the inscribed disc of a map. The result is (angles, B, P, K).
+    """
+    parts: list[list[NDArray[np.float32]]] = [[] for _ in degrees]
+    batch_size = max(1, PIXELS_PER_BATCH // network.window_px**2)
+    for start in range(0, len(images), batch_size):
+        batch = images[start : start + batch_size]
+        for i, angle, rotated in _rotate_batch(batch, network.window_px, degrees):
+            with torch.no_grad():
+                maps = activation(network(rotated)).float()
+            between = angle % 90
+            maps = group.rotate(group.rotate(maps, between - angle), -between).clamp(0, 1)  # splines may overshoot
+            inside = group.inscribed_disc(*maps.shape[-2:]).bool()
+            parts[i].append(maps[..., inside.to(maps.device)].movedim(1, -1).cpu().numpy())
+    return np.stack([np.concatenate(part) for part in parts])
+
+
+def _rotate_batch(images: Tensor, window_px: int, degrees: Sequence[float]) -> Iterator[tuple[int, float, Tensor]]:
+    """Rotate patches (B, 3, S, S) by each angle. Yield the index of the angle, the angle, and the rotated windows."""
+    windows: dict[float, Tensor] = {}  # windows rotated by the angle modulo 90°, which needs interpolation
+    for i, angle in enumerate(degrees):
+        between = angle % 90
+        if between not in windows:
+            windows[between] = center_crop(_rotate_windows(images, window_px, between), window_px, window_px)
+        yield i, angle, group.rotate(windows[between], angle - between)
 
 
 def _rotate_windows(images: Tensor, window_px: int, angle: float) -> Tensor:
@@ -330,25 +367,28 @@ class FeatureNetwork(nn.Module):
     """Returns the features of a network: the input of its last layer, instead of logits.
 
     `network` is in evaluation mode, and ready for prediction (see `prepare`). Features (B, F, h, w) have the positions
-    of the logits. In an SE(2,N) network, they come after the projection, and do not change if the image is rotated by a
-    multiple of 360°/N, apart from the interpolation of rotated kernels; at multiples of 90°, they are exact. Raises
-    ValueError if the last layer is not a convolution or linear layer of torch, or does not compute each output from
-    features at its position.
+    of the logits; if the network is applied to windows, they are means over the positions in each window. With
+    `keep_logits`, the result is the logits (K channels), followed by the features. In an SE(2,N) network, features come
+    after the projection, and do not change if the image is rotated by a multiple of 360°/N, apart from the
+    interpolation of rotated kernels; at multiples of 90°, they are exact. Raises ValueError if the last layer is not a
+    convolution or linear layer of torch, or does not compute each output from features at its position.
     """
 
-    def __init__(self, network: DenseNetwork) -> None:
+    def __init__(self, network: DenseNetwork, keep_logits: bool = False) -> None:
         super().__init__()
         inner = network.network if isinstance(network, MixedNetwork) else network
         module = unwrap(inner)
         self._slides = isinstance(inner, SlidingModule)
-        if isinstance(module, OnnxNetwork):
+        if any(isinstance(layer, OnnxModule) for layer in module.modules()):
             raise ValueError("ONNX Runtime computes no features; use the backend 'torch'.")
-        self.network, self.geometry = network, network.geometry
+        self.network, self.geometry, self._keep_logits = network, network.geometry, False
+        self.training = network.training
         called: list[nn.Module] = []
         layers = [layer for layer in module.modules() if _has_kernel(layer)]
         hooks = [layer.register_forward_pre_hook(lambda layer, _: called.append(layer)) for layer in layers]
         side = self.geometry.smallest_px
-        image = torch.zeros(1, IMAGE_CHANNELS, side, side, device=next(module.parameters()).device)
+        device = next((weight.device for weight in module.parameters()), None)
+        image = torch.zeros(1, IMAGE_CHANNELS, side, side, device=device)
         try:
             with torch.no_grad():
                 network(image)
@@ -363,6 +403,8 @@ class FeatureNetwork(nn.Module):
             )
         with torch.no_grad():
             self.channels = self(image).shape[1]  # this also checks the positions of the features
+        self._keep_logits = keep_logits
+        self.geometry = replace(self.geometry, outputs=self.channels + keep_logits * self.geometry.outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         assert self._last is not None
@@ -374,20 +416,26 @@ class FeatureNetwork(nn.Module):
             hook.remove()
         if self._slides:  # the network was applied to windows, in several batches
             rows, columns = logits.shape[-2:]
-            features = torch.cat([part.flatten(1) for part in inputs]).view(len(x), rows, columns, -1)
-            return features.permute(0, 3, 1, 2).float()
-        (features,) = inputs
+            means = [part if part.ndim == 2 else part.flatten(2).mean(dim=2) for part in inputs]
+            features = torch.cat(means).view(len(x), rows, columns, -1).permute(0, 3, 1, 2)
+        else:
+            (features,) = inputs
         if features.shape[2:] != logits.shape[2:]:
             raise ValueError(
                 f"The last layer of the network has {tuple(logits.shape[2:])} outputs, but features at "
                 f"{tuple(features.shape[2:])} positions; predict without the embedding."
             )
-        return features.float()
+        return (torch.cat([logits, features], dim=1) if self._keep_logits else features).float()
 
 
 def _has_kernel(layer: nn.Module) -> bool:
-    """Return whether a layer has own weights with two or more axes, unlike batch norm."""
-    return any(weight.ndim > 1 for weight in layer.parameters(recurse=False))
+    """Return whether a layer of torch has own weights with two or more axes, unlike batch norm.
+
+    Layers of TorchScript do not count, because they do not call hooks.
+    """
+    return not isinstance(layer, torch.jit.ScriptModule) and any(
+        weight.ndim > 1 for weight in layer.parameters(recurse=False)
+    )
 
 
 def prepare(
@@ -454,7 +502,8 @@ class OnnxNetwork(nn.Module):
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._compute(as_floats(x, self))
+        logits: Tensor = self._compute(as_floats(x, self))
+        return logits
 
 
 def to_onnx(model: nn.Module, network: DenseNetwork) -> bytes:
@@ -481,18 +530,6 @@ def to_onnx(model: nn.Module, network: DenseNetwork) -> bytes:
         node.metadata_props.clear()  # they contain local paths
     content: bytes = program.model_proto.SerializeToString()
     return content
-
-
-def load_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
-    """Return a function from images (B, 3, H, W) to logits that computes an ONNX model of `to_onnx` on the CPU."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    # Threads that wait in a loop would slow down the threads that read slides and find objects.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(["logits"], {"image": images.contiguous().numpy()})[0])
 
 
 def has_fixed_size(network: DenseNetwork) -> bool:

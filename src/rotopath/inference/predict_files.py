@@ -10,6 +10,9 @@ file whose prediction was interrupted is predicted again. If a file fails, for w
 the prediction continues with the next file; only a full disk stops it. Several processes may write to the same folder
 of results: a file that another process is predicting is left until the end.
 
+People correct the objects in QuPath, and save them to the same file. A file of objects that has changed since the
+prediction, but is whole, is never replaced. One that is damaged is set aside as `NAME.objects.geojson.old`.
+
 Next to the folder NAME, `.NAME.lock` and `.NAME.pid` are the lock of the process that predicts the file, and the ID of
 this process. After an unexpected error, `NAME.log` contains its traceback.
 """
@@ -17,6 +20,7 @@ this process. After an unexpected error, `NAME.log` contains its traceback.
 import errno
 import hashlib
 import heapq
+import math
 import os
 import shutil
 import tempfile
@@ -29,6 +33,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +46,7 @@ from rotopath.images import Slide, UnreadableFileError, open_slide
 from rotopath.images.containers import SLIDE_SUFFIXES, is_slide_folder, keep_one_file_per_series
 from rotopath.images.drawing import MAX_DRAWN, draw_crops
 from rotopath.images.files import expect_file
-from rotopath.images.geojson import SlideObject, write_geojson, write_parquet, write_rows
+from rotopath.images.geojson import SlideObject, read_json, write_geojson, write_parquet, write_rows
 from rotopath.images.outlines import Point, Polygon
 from rotopath.images.pyramid import MapWriter, StoredMap, write_pyramid
 from rotopath.images.tissue import make_region
@@ -50,7 +55,9 @@ from rotopath.writing import (
     BusyError,
     atomic_folder,
     hold_lock,
+    identify_file,
     is_disk_full,
+    is_unchanged,
     parse_json,
     recover_folder,
     remove_leftovers,
@@ -64,6 +71,8 @@ LABELS, OVERLAY, CROPS, SUMMARY = "labels.ome.tif", "overlay.png", "crops.png", 
 QUALITY = "quality.png"
 PARQUET, EMBEDDING = "objects.parquet", "embedding.npy"
 MAP = "map.zip"  # the outputs of the network, from which `reuse` finds objects with other thresholds
+RESULTS = {GEOJSON, TABLE, HEAT, DEVIATION, LABELS, OVERLAY, CROPS, SUMMARY, QUALITY, PARQUET, EMBEDDING, MAP}
+SYSTEM_FILES = {"Thumbs.db", "desktop.ini"}  # which Windows writes; those of other systems begin with a dot
 # What takes time: tissue and stains are measured; focus is measured, and pixels are read, and their stains normalized,
 # by threads; the network computes, or waits for pixels; its outputs are written into maps; objects are found; and files
 # are written.
@@ -90,7 +99,7 @@ class SlideOutcome:
     path: Path  # file of the slide
     folder: Path  # folder of results
     state: OutcomeState
-    reason: str = ""  # one sentence, if the slide failed or is waiting
+    reason: str = ""  # one sentence, if the slide failed or is waiting, or if something of older results was kept
 
     @property
     def warnings(self) -> list[str]:
@@ -239,7 +248,7 @@ def predict_files(
     predicting has the outcome "waiting", and a second outcome at the end, after the other process has ended. If an
     error of any type occurs, the slide is reported as failed. Only a full disk ends the prediction: it raises
     DiskFullError. After each tile, the function `on_tile` is called with the path of the slide, the number of finished
-    tiles and the number of all tiles to predict in this slide.
+    tiles and the number of all tiles to predict in this slide. With workers, it is called from another thread.
     """
     folders = assign_folders(slides, out)
     regions = find_region_files(slides, options)
@@ -271,22 +280,21 @@ def _predict_file(
         about = _describe(model, path, options) | region.describe()
         if _is_done(recover_folder(folder), about, options):
             remove_leftovers(folder)
-            return SlideOutcome(path, folder, "skipped")
+            return SlideOutcome(path, folder, "skipped", _describe_corrections(folder))
         with hold_lock(folder, wait_s):
             if _is_done(folder, about, options):  # the other process has just finished the slide
-                return SlideOutcome(path, folder, "skipped")
-            if folder.exists() and not (folder / SUMMARY).exists() and any(folder.iterdir()):
-                raise DataError(f"{folder} contains files that are not results; choose another folder with --out.")
+                return SlideOutcome(path, folder, "skipped", _describe_corrections(folder))
             _expect_same_model(folder, about)
+            _expect_replaceable(folder)
             with open_slide(path, options.spacing_um_px, options.override_spacing) as slide:
                 area = make_region(region.roi, region.exclude, slide.origin_px)
                 in_region = replace(options, slide=replace(options.slide, region=area))
                 with _open_map(folder, about, options) if options.reuse else nullcontext() as stored:
                     if stored is not None:
                         about["precision"] = stored.about["precision"]
-                    _write_results(model, slide, in_region, folder, about, partial(on_tile, path), stored)
+                    kept = _write_results(model, slide, in_region, folder, about, partial(on_tile, path), stored)
             _log_file(folder).unlink(missing_ok=True)
-        return SlideOutcome(path, folder, "done")
+        return SlideOutcome(path, folder, "done", kept)
     except BusyError as error:
         reason = (
             f"another process (ID {error.process_id}) is predicting this slide; this command waits for it at the end."
@@ -311,6 +319,72 @@ def _expect_same_model(folder: Path, about: Mapping[str, object]) -> None:
         return
     if written != about.get("model", written):
         raise DataError(f"{folder} contains results of the model {written!r}; choose another folder with --out.")
+
+
+def _is_corrected(folder: Path, hashed_bytes: float = math.inf) -> bool:
+    """Return whether the file of objects has changed since the prediction, but is whole: a person has saved it.
+
+    Files of more than `hashed_bytes` are compared by size only. Returns False if it is not known what was written.
+    """
+    try:
+        if is_unchanged(folder / GEOJSON, _read_summary(folder)["files"][GEOJSON], hashed_bytes):
+            return False
+        return isinstance(read_json(folder / GEOJSON), dict | list)  # a person may draw shapes that are not used here
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _describe_corrections(folder: Path) -> str:
+    """Return a sentence that says that the corrections of a slide are kept, or "" if there are none."""
+    if not _is_corrected(folder, HASHED_BYTES):
+        return ""
+    return (
+        f"{GEOJSON} has changed since the prediction, such as by corrections, and is kept; to predict the slide again, "
+        f"choose another folder with --out, or delete {folder}."
+    )
+
+
+def _expect_replaceable(folder: Path) -> None:
+    """Raise DataError if a folder contains the work of a person: corrected objects, or files that are not results."""
+    if not folder.exists():
+        return
+    names = [path.name for path in folder.iterdir()]
+    if names and SUMMARY not in names:
+        raise DataError(f"{folder} contains files that are not results; choose another folder with --out.")
+    try:
+        written = set(_read_summary(folder).get("files", ()))
+    except (OSError, ValueError):
+        written = set()
+    if others := sorted(set(names) - RESULTS - SYSTEM_FILES - written - {n for n in names if n.startswith(".")}):
+        raise DataError(
+            f"{folder} contains {others[0]}, which is not a result, and would be lost; move it, or choose another "
+            f"folder with --out."
+        )
+    if _is_corrected(folder):
+        raise DataError(
+            f"{folder / GEOJSON} has changed since the prediction, such as by corrections, which would be lost; choose "
+            f"another folder with --out, or delete {folder}."
+        )
+
+
+def _set_aside(folder: Path, unfinished: Path) -> str:
+    """Keep a copy of the file of objects if it may contain the work of a person, and say so in a sentence.
+
+    This is a damaged file, or one of which it is not known whether it is as predicted. `unfinished` is the folder that
+    will replace `folder`. Returns "" if nothing would be lost.
+    """
+    old = folder / GEOJSON
+    if not old.is_file() or not old.stat().st_size:
+        return ""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        if is_unchanged(old, _read_summary(folder)["files"][GEOJSON]):
+            return ""
+    if is_unchanged(old, identify_file(unfinished / GEOJSON)):
+        return ""
+    names = (f"{folder.name}.{GEOJSON}.old{number or ''}" for number in count())
+    kept = next(path for path in map(folder.with_name, names) if not path.exists())
+    _link_file(old, kept)
+    return f"the old {GEOJSON} was damaged or of unknown origin, and is kept as {kept}."
 
 
 def _open_map(folder: Path, about: Mapping[str, object], options: FileOptions) -> StoredMap:
@@ -389,8 +463,8 @@ def _write_results(
     about: dict[str, object],
     on_progress: Callable[[int, int], None],
     stored: StoredMap | None,
-) -> None:
-    """Predict a slide, and write all results into a folder atomically.
+) -> str:
+    """Predict a slide, and write all results into a folder atomically. Return what `_set_aside` says of older results.
 
     `about` is the dictionary that `_describe` returns; it is saved in the summary. After each tile, `on_progress` is
     called with the number of finished tiles and the number of all tiles to predict. If the outputs of the
@@ -427,7 +501,7 @@ def _write_results(
                 np.save(unfinished / EMBEDDING, slide_pass.embed(shapes))
             with ThreadPoolExecutor() as pool:  # compressing pixels leaves Python to other threads
                 finished = [
-                    pool.submit(write_pyramid, unfinished / name, map_file.strips(), map_file.size, um_px, values)
+                    pool.submit(write_pyramid, unfinished / name, map_file, um_px, values)
                     for name, map_file, um_px, values in (
                         (LABELS, slide_pass.labels, slide_pass.labels_um_px, "number in objects.csv"),
                         (HEAT, slide_pass.heat, slide_pass.heat_um_px, "probability"),
@@ -469,11 +543,17 @@ def _write_results(
                 "written": now(),
                 "about": about,
                 # The stored map is not finished yet. It contains checksums, which are compared when it is read.
-                "files": {path.name: _identify(path) for path in sorted(unfinished.iterdir()) if path.name != MAP},
+                "files": {
+                    path.name: identify_file(path, math.inf if path.name == GEOJSON else HASHED_BYTES)
+                    for path in sorted(unfinished.iterdir())
+                    if path.name != MAP
+                },
                 **describe_software(),
                 "hardware": describe_machine(model.device),
             },
         )
+        _expect_replaceable(folder)  # again, because a person may have saved corrections in the meantime
+        return _set_aside(folder, unfinished)
 
 
 def _link_file(source: Path, target: Path) -> None:
@@ -515,10 +595,13 @@ def _collect_shapes(objects: Iterable[SlideObject], shapes: list[Point | tuple[P
 
 
 def _collect_first(objects: Iterable[SlideObject], drawn: list[SlideObject]) -> Iterator[SlideObject]:
-    """Yield all objects, and append the first `MAX_DRAWN` of them to the list `drawn`, for the overlay."""
+    """Yield all objects, and append the first `MAX_DRAWN` of them to the list `drawn`, for the overlay.
+
+    The copies have no measurements and no text of files, which would need five times as much memory as the shapes.
+    """
     for item in objects:
         if len(drawn) < MAX_DRAWN:
-            drawn.append(item)
+            drawn.append(replace(item, measurements={}))
         yield item
 
 
@@ -544,6 +627,8 @@ def _describe(model: Model, path: Path, options: FileOptions) -> dict[str, objec
 def _is_done(folder: Path, about: dict[str, object], options: FileOptions) -> bool:
     """Return whether a folder contains undamaged results for `about`, with all files that `options` request.
 
+    Objects that a person has corrected are undamaged.
+
     `about` is the dictionary that `_describe` returns. Unless `options.same_precision` is true, the results may have
     been computed with another precision. Files that only some options write may be missing if they are not requested.
     Results of versions that did not record the files in the summary are not compared with it.
@@ -558,17 +643,13 @@ def _is_done(folder: Path, about: dict[str, object], options: FileOptions) -> bo
             return False
         files = summary.get("files", {}).items()
         kept = ((name, identity) for name, identity in files if name not in requested or (folder / name).exists())
-        return all(_identify(folder / name) == identity for name, identity in kept)
+        return all(
+            is_unchanged(folder / name, identity, HASHED_BYTES)
+            or (name == GEOJSON and _is_corrected(folder, HASHED_BYTES))
+            for name, identity in kept
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def _identify(path: Path) -> dict[str, int | str]:
-    """Return the size of a file and, if it has at most HASHED_BYTES, its SHA-256, to notice damage later."""
-    size = path.stat().st_size
-    if size > HASHED_BYTES:
-        return {"bytes": size}
-    return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:

@@ -48,7 +48,9 @@ from rotopath.inference.tiling import (
     predict_tiles,
     read_tiles,
     run_here,
+    spare_old_objects,
     start_workers,
+    switch_threads_often,
 )
 from rotopath.models import DenseNetwork
 from rotopath.writing import atomic_file, temporary_folder
@@ -515,7 +517,8 @@ class SlidePass:
         if (enlargement := 1 / self.view.level0_px) > MAX_ENLARGEMENT:
             warnings.append(
                 f"The slide has {self.slide.spacing_um_px:.3g} µm/px, and was enlarged {enlargement:.2g} times to the "
-                f"{task.spacing_um_px:.3g} µm/px of the model; details that the model needs are missing."
+                f"{task.spacing_um_px:.3g} µm/px of the model; details that the model needs are missing. Check a part "
+                f"of the results; scan the slide at a higher magnification, or use a model for its pixel spacing."
             )
         if task.expects_he and self.tissue.stain_doubt:
             warnings.append(f"The slide does not look like H&E, which the model knows: {self.tissue.stain_doubt}.")
@@ -657,7 +660,7 @@ class SlidePass:
         def on_tile(done: int) -> None:
             on_progress(done, len(wanted))
 
-        with start_workers(self._count_workers(len(wanted))) as run:
+        with switch_threads_often(), spare_old_objects(), start_workers(self._count_workers(len(wanted))) as run:
             if self._stored is None:
                 device, rotations = self.model.device, self.options.rotations
                 probabilities, needs_pixels = task.to_probabilities, task.needs_pixels
@@ -859,7 +862,7 @@ class SlideView:
     def __init__(
         self, slide: Slide, spacing_um_px: float, stain: Stain, tissue: Tissue, stopwatch: Stopwatch | None = None
     ) -> None:
-        self.slide = slide
+        self.slide, self.origin_px = slide, slide.origin_px
         self.stopwatch = stopwatch or Stopwatch()
         self.spacing_um_px = spacing_um_px
         self.size_px = slide.size_at(self.spacing_um_px)

@@ -24,14 +24,17 @@ import math
 import os
 import pickle
 import signal
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from multiprocessing import get_all_start_methods, get_context, parent_process
+from io import FileIO
+from mmap import mmap
+from multiprocessing import parent_process
 from pathlib import Path
 from threading import Lock, Thread, local
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -44,14 +47,16 @@ from torch import Tensor
 
 from rotopath import group
 from rotopath.data.dataset import DataError
-from rotopath.environment import count_cores, limit_processes
+from rotopath.environment import count_cores, limit_processes, worker_context
+from rotopath.group.rotation import SPLINE_REACH
 from rotopath.models import DenseNetwork, Geometry
 from rotopath.nn import center_crop
 from rotopath.writing import temporary_folder
 
-LARGE_BYTES = 2**16  # arrays of at least this size are handed to other processes in files
+LARGE_BYTES = 2**16  # arrays of at least this size are handed to other processes in blocks of memory
+ALIGNMENT = 64  # in these blocks, arrays start at multiples of this number of bytes
 TILE_PX = 1024  # default for the largest side that a network reads at once; with 8 orientations this needs about 1.5 GB
-SPLINE_REACH = 4  # pixels farther away contribute only about 1 % to a value that splines interpolate
+SWITCH_S = 5e-4  # time after which a thread lets other threads use Python
 READERS = min(16, max(2, count_cores()))  # threads that read the next tiles; each needs a few megabytes for a tile
 
 
@@ -352,6 +357,10 @@ class PixelSource(Protocol):
         """Side of a pixel of this image, in pixels of level 0 of the slide."""
 
     @property
+    def origin_px(self) -> tuple[int, int]:
+        """Row and column of level 0 of the slide from which files count."""
+
+    @property
     def stopwatch(self) -> Stopwatch:
         """Measures the stages of reading."""
 
@@ -397,7 +406,7 @@ class Grid:
         self, network: DenseNetwork, view: PixelSource, tile_px: int | None = None, halo: int = 0, multiple: int = 1
     ) -> None:
         self.network, self.view, self.halo = network, view, halo
-        self.spacing_um_px, self.level0_px = view.spacing_um_px, view.level0_px
+        self.spacing_um_px, self.level0_px, self.origin_px = view.spacing_um_px, view.level0_px, view.origin_px
         self.tile_px = max(tile_px or TILE_PX, network.geometry.context_px)
         self.layouts = [lay_out(network.geometry, size) for size in view.size_px]
         self.size = tuple(layout.kept.size for layout in self.layouts)  # rows and columns of outputs on the slide
@@ -653,6 +662,35 @@ def _use_gpu(gpu: int | None = None) -> None:
         torch.cuda.set_device(gpu)
 
 
+@contextmanager
+def switch_threads_often() -> Iterator[None]:
+    """Context manager: threads wait at most `SWITCH_S` for Python, in place of 5 ms, while another thread uses it.
+
+    The thread that starts the computations of a GPU releases Python for each of them, and waits for it each time.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@contextmanager
+def spare_old_objects() -> Iterator[None]:
+    """Context manager: the search for garbage leaves out objects that exist now, such as those of imported packages.
+
+    It would walk through all of them again and again, because workers send many small objects.
+    """
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+
+
 def run_here(function: Callable[[Any], Any], items: Iterable[Any]) -> Generator[Any]:
     """Yield the results of a function for all items, in their order. Unlike the result of `map`, this can be closed."""
     yield from map(function, items)
@@ -664,26 +702,25 @@ def start_workers(count: int) -> Iterator[Run | None]:
 
     The results have the order of the items. Functions, items and results must be picklable. Only a few items per
     process are computed ahead, in another thread; close the results if they may not be used to the end. Large arrays
-    are handed over in files, which other processes and threads can write and read while Python runs. If `count` is 0,
-    None is yielded. Raises BrokenProcessPool if a process is killed.
+    are handed over in blocks of memory, which are used again: a function must not keep the arrays of its items. If
+    `count` is 0, None is yielded. Raises BrokenProcessPool if a process is killed.
     """
     if not count:
         yield None
         return
     count = limit_processes(count)
-    # Processes that are forked from a process with threads or with a GPU can hang. So they are forked from a server.
-    has_server = "forkserver" in get_all_start_methods()
-    context = get_context("forkserver" if has_server else "spawn")
-    if has_server:
-        context.set_forkserver_preload(["rotopath.tasks"])
-    with temporary_folder() as folder:
-        pool = ProcessPoolExecutor(count, context, initializer=_follow_parent)
+    with ExitStack() as stack:
+        folder = stack.enter_context(temporary_folder())
+        pool = ProcessPoolExecutor(count, worker_context(), initializer=_follow_parent)
 
         def run(function: Callable[[Any], Any], items: Iterable[Any]) -> Generator[Any]:
-            in_worker = partial(_call_in_worker, function, folder)
+            blocks = stack.enter_context(closing(_Blocks(folder)))
             # Another thread packs the next item, because writing its arrays takes time.
-            with closing(compute_ahead(_pack(item, folder) for item in items)) as parcels:
-                yield from map(_unpack, _map_in_order(pool, count + 2, in_worker, parcels))
+            with closing(compute_ahead(_pack(item, blocks.take()) for item in items)) as parcels:
+                for parcel in _map_in_order(pool, count + 2, partial(_call_in_worker, function), parcels):
+                    yield _unpack(parcel)
+                    blocks.give_back(parcel.block)
+            blocks.clear()
 
         try:
             yield run
@@ -703,19 +740,63 @@ def _map_in_order(pool: Executor, limit: int, function: Callable[[Any], Any], it
 
 
 class _Parcel(NamedTuple):
-    """A pickled object, whose large arrays are in a file."""
+    """A pickled object, whose large arrays are in a block of memory (`_Blocks`)."""
 
     content: bytes  # without the large arrays
-    file: Path | None
+    block: Path
+    starts: tuple[int, ...]  # position of each large array in the block
     sizes: tuple[int, ...]  # of the large arrays, in bytes
+    end: int  # position behind the last array
 
 
-def _call_in_worker(function: Callable[[Any], Any], folder: Path, parcel: _Parcel) -> _Parcel:
-    return _pack(function(_unpack(parcel)), folder)
+class _Blocks:
+    """Blocks of memory through which large arrays are handed to other processes and back. They are used again.
+
+    On Linux, a block is a file in memory: no disk limits it, nothing remains of it if this process is killed, and other
+    processes open it by its path in /proc. Elsewhere, it is a file in `folder`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: list[FileIO] = []
+        self._free: list[Path] = []
+
+    def take(self) -> Path:
+        """Return the path of a block that is not in use."""
+        if self._free:
+            return self._free.pop()
+        if hasattr(os, "memfd_create"):
+            file = FileIO(os.memfd_create("rotopath"), "w")
+            path = Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+            if os.access(path, os.W_OK):
+                self._files.append(file)
+                return path
+            file.close()  # /proc is hidden
+        path = self._folder / uuid4().hex
+        self._files.append(path.open("wb", buffering=0))
+        return path
+
+    def give_back(self, path: Path) -> None:
+        """Let a block be used again. Arrays that are still mapped there will change."""
+        self._free.append(path)
+
+    def clear(self) -> None:
+        """Free the memory of all blocks, none of which may be in use."""
+        for file in self._files:
+            file.truncate(0)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
 
 
-def _pack(item: object, folder: Path) -> _Parcel:
-    """Pickle an object, and write its large arrays to a file in a folder."""
+def _call_in_worker(function: Callable[[Any], Any], parcel: _Parcel) -> _Parcel:
+    """Call a function with the object of a parcel, whose arrays stay in their block. Pack its result behind them."""
+    return _pack(function(_unpack(parcel, is_mapped=True)), parcel.block, parcel.end)
+
+
+def _pack(item: object, block: Path, start: int = 0) -> _Parcel:
+    """Pickle an object, and write its large arrays to a block, from the position `start`."""
     large: list[memoryview] = []
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -724,25 +805,44 @@ def _pack(item: object, folder: Path) -> _Parcel:
         large.append(buffer.raw())
         return False
 
-    content = pickle.dumps(item, protocol=5, buffer_callback=keep_inside)
-    if not large:
-        return _Parcel(content, None, ())
-    file = folder / uuid4().hex
-    with file.open("wb") as opened:
-        for buffer in large:
-            opened.write(buffer)
-    return _Parcel(content, file, tuple(buffer.nbytes for buffer in large))
+    content, starts = pickle.dumps(item, protocol=5, buffer_callback=keep_inside), []
+    if large:
+        with block.open("r+b", buffering=0) as file:
+            for buffer in large:
+                starts.append(file.seek(start))
+                rest = buffer
+                while rest:
+                    rest = rest[file.write(rest) :]
+                start = -(-file.tell() // ALIGNMENT) * ALIGNMENT
+    return _Parcel(content, block, tuple(starts), tuple(buffer.nbytes for buffer in large), start)
 
 
-def _unpack(parcel: _Parcel) -> Any:
-    """Return the object of a parcel, and remove its file."""
-    buffers = [np.empty(size, np.uint8) for size in parcel.sizes]
-    if parcel.file is not None:
-        with parcel.file.open("rb") as opened:
-            for buffer in buffers:
-                opened.readinto(buffer.data)
-        parcel.file.unlink()
+def _unpack(parcel: _Parcel, is_mapped: bool = False) -> Any:
+    """Return the object of a parcel. If `is_mapped`, its arrays are those in the block, otherwise they are copies."""
+    buffers: list[Any] = []
+    if parcel.sizes and is_mapped:
+        whole = _map_block(parcel.block, parcel.starts[-1] + parcel.sizes[-1])
+        buffers = [whole[start : start + size] for start, size in zip(parcel.starts, parcel.sizes, strict=True)]
+    elif parcel.sizes:
+        with parcel.block.open("rb", buffering=0) as file:
+            for start, size in zip(parcel.starts, parcel.sizes, strict=True):
+                file.seek(start)
+                buffers.append(np.empty(size, np.uint8))
+                rest = buffers[-1].data
+                while rest and (count := file.readinto(rest)):
+                    rest = rest[count:]
     return pickle.loads(parcel.content, buffers=buffers)
+
+
+_mapped: dict[Path, memoryview] = {}  # blocks of the process that started this one, by their paths
+
+
+def _map_block(path: Path, size: int) -> memoryview:
+    """Return the memory of a block, at least `size` bytes. It is mapped once, because new pages take time."""
+    if len(_mapped.get(path, b"")) < size:
+        with path.open("r+b", buffering=0) as file:
+            _mapped[path] = memoryview(mmap(file.fileno(), 0))
+    return _mapped[path]
 
 
 def _follow_parent() -> None:

@@ -2,12 +2,14 @@
 
 A model is equivariant if rotating the input only rotates the output. `equivariance_error` measures how far a layer or
 network is from being equivariant. `measure_robustness` measures how much the probabilities and decisions of a trained
-network differ between rotations of the same inputs.
+network differ between rotations of the same inputs; `measure_resampling` measures which part of this is an effect of
+interpolating pixels, and not of the rotation; `measure_similarity` compares embeddings. `docs/audit.md` explains them.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,10 @@ from rotopath import group
 
 FADE_FROM = 0.7  # inputs fade to zero between this fraction of the radius of their inscribed disc and its edge
 ROBUSTNESS_STEPS = 16  # number of rotations, 22.5° apart, as in the paper of Lafarge et al. (arXiv:2002.08725)
+QUARTERS = 4  # of these rotations are multiples of 90°, on the grid of pixels
+MOVED_PX = 2  # by nearby rotations, at the edges of an image
+NEARBY_DEGREES = (1.0, 5.0)  # lowest and highest difference of these rotations
+NEIGHBORS = 10  # nearest neighbors of an embedding that are compared
 
 
 # Equivariance
@@ -200,3 +206,132 @@ def measure_robustness(probabilities: NDArray[np.floating], decisions: NDArray[n
         )
     changed = (decisions != decisions[:1]).any(axis=0)
     return Robustness(float(probabilities.std(axis=0, dtype=np.float64).mean()), float(changed.mean()))
+
+
+def quarter_angles() -> list[float]:
+    """Return the angles of the grid of pixels, 0°, 90°, 180° and 270°. Rotations by these do not interpolate."""
+    return group.angles(QUARTERS)
+
+
+def find_nearby_step(side_px: float) -> float:
+    """Return the angle, in degrees, by which a rotation moves pixels at the edges of an image by two pixels.
+
+    These pixels are then interpolated in another way, although the image is hardly rotated. The angle is at least 1°
+    and at most 5°.
+
+    >>> from rotopath.metrics.equivariance import find_nearby_step
+    >>> round(find_nearby_step(88), 1), find_nearby_step(10)
+    (2.6, 5.0)
+    """
+    return float(min(max(math.degrees(2 * MOVED_PX / side_px), NEARBY_DEGREES[0]), NEARBY_DEGREES[1]))
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """The part of the change of predictions under rotation that is due to interpolating pixels."""
+
+    deviation: float  # standard deviation of the probability over interpolations at nearly the same angle, averaged
+    changed: float  # fraction of inputs whose decision differs between two interpolations at nearly the same angle
+    fraction: float  # fraction of the variance over the rotations that interpolation explains, 0 to 1
+    same_pixels: float  # fraction of the variance between rotations of the same pixels, without interpolation
+    beyond: Robustness  # change over the rotations after the part of interpolation is subtracted
+
+
+def measure_resampling(
+    probabilities: NDArray[np.floating],
+    decisions: NDArray[np.generic],
+    nearby: NDArray[np.floating],
+    nearby_decisions: NDArray[np.generic],
+) -> Resampling:
+    """Measure the part of interpolation in the change of predictions over the 16 fair angles, and subtract it.
+
+    All arrays are (16, inputs), or have further axes, in the order of `robustness_angles()`. `probabilities` and
+    `decisions` are those of `measure_robustness`. `nearby` and `nearby_decisions` are those at slightly larger angles
+    (`find_nearby_step`), at which the images are interpolated in another way, but hardly rotated.
+
+    The fair angles are γ + 90°·j, with four γ between 0° and 90°. Images with equal γ have the same interpolated
+    pixels, at other positions. Interpolation can thus only explain differences between the means over j. If it changes
+    these by independent random numbers with the variance v, it adds v·3/4 to the variance of the four means. Half of
+    the squared difference of the means at γ and at the nearby angle estimates v. At most the variance of the means is
+    subtracted, summed over inputs.
+
+    A decision changes beyond interpolation if it differs between angles with equal γ, or if it differs between other
+    angles but not between any angle and the nearby one.
+    """
+    before = measure_robustness(probabilities, decisions)
+    measure_robustness(nearby, nearby_decisions)  # checks the shapes
+    angles, others = (_group_by_quarter(values.astype(np.float64)) for values in (probabilities, nearby))
+    total = angles.var(axis=(0, 1)).sum()
+    between = angles.mean(axis=0).var(axis=0).sum()
+    noise = np.square(angles.mean(axis=0) - others.mean(axis=0)).mean(axis=0) / 2
+    fraction = float(min(between, noise.sum() * (1 - 1 / angles.shape[1])) / total) if total else 0.0
+    chosen = _group_by_quarter(decisions)
+    by_rotation = (chosen != chosen[:1]).any(axis=(0, 1))
+    by_interpolation = (decisions != nearby_decisions).any(axis=0)
+    differs = (decisions != decisions[:1]).any(axis=0)
+    return Resampling(
+        deviation=float(np.sqrt(np.square(probabilities.astype(np.float64) - nearby).mean(axis=0) / 2).mean()),
+        changed=float(by_interpolation.mean()),
+        fraction=fraction,
+        same_pixels=float(1 - between / total) if total else 0.0,
+        beyond=Robustness(
+            before.deviation * math.sqrt(1 - fraction), float((by_rotation | (differs & ~by_interpolation)).mean())
+        ),
+    )
+
+
+def _group_by_quarter(values: NDArray[np.generic]) -> NDArray[Any]:
+    """Split the axis of the fair angles γ + 90°·j: the result is (j, γ, ...)."""
+    return values.reshape(QUARTERS, ROBUSTNESS_STEPS // QUARTERS, *values.shape[1:])
+
+
+# Embeddings
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """How similar the embeddings of an input are at different angles. Both numbers are 1 if they are equal."""
+
+    cosine: float  # cosine similarity between two angles, averaged over pairs of angles and inputs
+    neighbors: float | None  # fraction of the nearest neighbors that two angles share; None for fewer than 3 inputs
+
+
+def measure_similarity(embeddings: NDArray[np.floating]) -> Similarity:
+    """Measure how similar embeddings (angles, inputs, F) are between angles.
+
+    The nearest neighbors of an input are the other inputs with the highest cosine similarity at the same angle: up to
+    ten, but at most half of them. Raises ValueError if there are fewer than two angles.
+    """
+    angles, inputs = embeddings.shape[:2]
+    if angles < 2 or not inputs:
+        raise ValueError(
+            f"Embeddings of two angles or more, and of one input or more, are needed; got {angles, inputs}."
+        )
+    units, pairs = _normalize(embeddings), angles * (angles - 1)
+    cosine = float(mean_cosines(embeddings).mean())
+    count = min(NEIGHBORS, (inputs - 1) // 2)
+    if not count:
+        return Similarity(cosine, None)
+    times = np.zeros(
+        (inputs, inputs), np.int64
+    )  # number of angles at which the second input is a neighbor of the first
+    for vectors in units:
+        similarity = vectors @ vectors.T
+        np.fill_diagonal(similarity, -np.inf)
+        nearest = np.argpartition(-similarity, count - 1, axis=1)[:, :count]
+        times[np.arange(inputs)[:, None], nearest] += 1
+    return Similarity(cosine, float((times * (times - 1)).sum() / (pairs * inputs * count)))
+
+
+def mean_cosines(embeddings: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Return the mean cosine similarity (inputs,) between pairs of angles, for embeddings (angles, inputs, F)."""
+    units, angles = _normalize(embeddings), len(embeddings)
+    sums: NDArray[np.float64] = np.square(units.sum(axis=0)).sum(axis=-1) - np.square(units).sum(axis=(0, 2))
+    return sums / (angles * (angles - 1))
+
+
+def _normalize(embeddings: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Scale vectors to length 1. Vectors of zeros, which have no direction, stay zeros."""
+    vectors = embeddings.astype(np.float64)
+    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / np.where(lengths == 0, 1, lengths)

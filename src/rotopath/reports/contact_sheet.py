@@ -7,7 +7,7 @@ the same pixel spacing.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,11 +19,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, Rectangle
 from matplotlib.patches import Polygon as PolygonPatch
 from numpy.typing import NDArray
+from scipy import ndimage
+from scipy.spatial import KDTree
 
-from rotopath.data.annotations import read_objects, read_points
+from rotopath.data.annotations import Objects, Points, mask_areas, read_objects, read_points, transform_outline
 from rotopath.data.augmentation import EXAMPLES, NO_AUGMENTATION, augment
 from rotopath.data.batches import cut_window
-from rotopath.data.dataset import Annotated, DataError, Dataset, Sample, read_image
+from rotopath.data.dataset import Annotated, DataError, Dataset, Sample, count_and_list, read_image
 from rotopath.data.splits import SPLITS
 from rotopath.images.outlines import Polygon
 from rotopath.reports.figures import GRAY, INK, save_figure
@@ -37,13 +39,19 @@ TILE_PX: Mapping[Annotated, int] = {"points": 192, "objects": 192, "labels": 96}
 AUGMENTED_PX = 128  # largest side of a tile of `draw_augmentations` in px
 # Smallest pixel spacing of a contact sheet in µm/px, by type of annotation
 FINEST_UM_PX: Mapping[Annotated, float] = {"points": 0.25, "objects": 0.25, "labels": 1.0}
+TITLES: Mapping[Annotated, str] = {"points": "points", "objects": "outlines", "labels": "classes of images"}
 LEGENDS: Mapping[Annotated, str] = {
     "points": f"circles: {{objects}}; a detection inside a circle (radius {MATCH_RADIUS_UM:g} µm) is a true positive",
     "objects": "outlines: {objects}",
     "labels": "below a tile: class and name of the image; square (PCam): the part of a patch to which the label refers",
 }
+CROWDED_LEGEND = "crosses in circles: {objects}"  # if most circles of MATCH_RADIUS_UM would overlap
+CIRCLE = 0.35  # radius of circles then, as a fraction of the median distance from an object to the next one
+MIN_RADIUS_UM = 1.5
+IGNORED_LEGEND = "dashed: edges of ignored areas (Ignore*, or outside of a Region*)"
 PCAM_CENTER_PX = 32  # the label of a PCam patch refers to its central 32 × 32 px
-CAPTION_LETTERS = 36  # maximum number of letters of an image name below a tile
+CAPTION_LETTERS = 42  # maximum number of letters of an image name below a tile
+TITLE_LETTERS = 22  # maximum number of letters of the name of a folder in a title
 DEFAULT_COLOR = "#facc15"  # yellow, for annotations without a class; no stain has this color
 COLORS = (DEFAULT_COLOR, "#22d3ee", "#a3e635", "#fb7185", "#f97316", "#c084fc", "#ffffff", "#000000")  # by class
 
@@ -56,7 +64,7 @@ class SheetTile:
     """A tile of the sheet: the image, the part of the image to draw, and a note for the caption.
 
     `center` is the center of this part: row and column in pixels, at the pixel spacing of the sheet. None means the
-    first annotated point, or the center of the image if there are no annotated points.
+    object that has most others around it, or the center of the image if there are no annotated objects.
     """
 
     sample: Sample
@@ -64,20 +72,71 @@ class SheetTile:
     note: str = ""  # text at the start of the caption below the tile
 
 
-def draw_contact_sheet(dataset: Dataset, path: Path, seed: int = 0) -> Path:
+def draw_contact_sheet(dataset: Dataset, path: Path, seed: int = 0, images: Sequence[str] = ()) -> Path:
     """Draw a contact sheet with up to COLUMNS random images of each split, write it to `path`, and return `path`.
 
-    `seed` determines which images are selected. Raises DataError if the dataset contains no images.
+    `seed` determines which images are selected. If `images` are names of images or of their files, the sheet has a row
+    for each of them instead, with up to COLUMNS parts that show most objects. Raises DataError if the dataset contains
+    no images, or not all of `images`.
     """
-    rows = [(split, samples) for split in SPLITS if (samples := _select_samples(dataset, split, seed))]
-    if not rows:
+    if not dataset.samples:
         raise DataError(f"{dataset.root} contains no images; run `rotopath data check` on this dataset.")
+    chosen = _find_samples(dataset, images)
+    selected = {split: _select_samples(dataset, split, seed) for split in SPLITS}
     finest = min(sample.spacing_um_px for sample in dataset.samples)
     painter = TilePainter(dataset, max(finest, FINEST_UM_PX[dataset.annotated]))
-    tiles = [(split, [SheetTile(sample) for sample in samples]) for split, samples in rows]
-    legend = f"{_legend(dataset)}; tiles of up to {painter.tile_px} px at {painter.spacing_um_px:g} µm/px"
-    figure = _draw_sheet(f"{dataset.source}: {dataset.annotated}", legend, tiles, painter)
+    painter.choose_radius(chosen or [sample for samples in selected.values() for sample in samples])
+    if chosen:
+        rows = [
+            (
+                f"{sample.split}: {_caption(sample)}",
+                [SheetTile(sample, center) for center in painter.find_centers(sample)],
+            )
+            for sample in chosen
+        ]
+    else:
+        rows = [
+            (_name_row(dataset, split, len(samples)), [SheetTile(sample) for sample in samples])
+            for split, samples in selected.items()
+            if samples
+        ]
+    legend = f"{painter.legend}; tiles of up to {painter.tile_px} px at {painter.spacing_um_px:g} µm/px"
+    figure = _draw_sheet(f"{_name(dataset)}: {TITLES[dataset.annotated]}", legend, rows, painter)
     return save_figure(figure, path)
+
+
+def _name_row(dataset: Dataset, split: str, count: int) -> str:
+    """Return the name of a row with `count` images of a split: the split, and whether there are more images."""
+    total = sum(sample.split == split for sample in dataset.samples)
+    return split if count == total else f"{split} ({count} of {total} images)"
+
+
+def _name(dataset: Dataset) -> str:
+    """Return the name of a dataset for titles: that of its folder, and its format, unless it is a manifest."""
+    name = dataset.root.resolve().name
+    if len(name) > TITLE_LETTERS:
+        name = f"{name[: TITLE_LETTERS - 1]}…"
+    return name if dataset.source == "manifest" else f"{name}, {dataset.source}"
+
+
+def _find_samples(dataset: Dataset, images: Sequence[str]) -> list[Sample]:
+    """Return the samples with one of the names, in the order of the names. Raises DataError if there is none of a name.
+
+    A name is that of a sample, or the path or the name of its file, with or without a suffix.
+    """
+    found: dict[Sample, None] = {}
+    for image in images:
+        samples = [sample for sample in dataset.samples if image in _names_of(sample)]
+        if not samples:
+            names = count_and_list(sorted({sample.path.name for sample in dataset.samples}), "file")
+            raise DataError(f"--image {image} is no image of {dataset.root}; choose from its {names}.")
+        found |= dict.fromkeys(samples)
+    return list(found)
+
+
+def _names_of(sample: Sample) -> tuple[str, ...]:
+    name = sample.name.removesuffix(f" {sample.box}")
+    return sample.name, name, str(sample.path), sample.path.name, sample.path.stem
 
 
 def draw_hard_examples(dataset: Dataset, examples: Sequence[HardExample], spacing_um_px: float, path: Path) -> Path:
@@ -96,18 +155,21 @@ def draw_hard_examples(dataset: Dataset, examples: Sequence[HardExample], spacin
             tiles.append(SheetTile(samples[example.image], center, f"{example.score:.2f}, "))
         rows.append((f"{first + 1} to {first + len(tiles)}", tiles))
     numbers = "number below a tile: confidence of the baseline network in its wrong prediction"
-    legend = f"the worst of {len(examples)} hard examples; {numbers}; {_legend(dataset)}"
-    figure = _draw_sheet(f"{dataset.source}: hard examples", legend, rows, TilePainter(dataset, spacing_um_px))
+    painter = TilePainter(dataset, spacing_um_px)
+    legend = f"the worst of {len(examples)} hard examples; {numbers}; {painter.legend}"
+    figure = _draw_sheet(f"{_name(dataset)}: hard examples", legend, rows, painter)
     return save_figure(figure, path)
 
 
-def draw_augmentations(dataset: Dataset, path: Path, seed: int = 0) -> Path:
-    """Draw a part of a training image as each type of augmentation changes it, write the sheet, and return `path`.
+def draw_augmentations(dataset: Dataset, path: Path, seed: int = 0, images: Sequence[str] = ()) -> Path:
+    """Draw a part of a training image, or of the first of `images`, as each type of augmentation changes it.
+
+    The sheet is written to `path`, which is returned.
 
     A row of the sheet has the original and five random changes. The annotations are changed like target maps of a
-    training. `seed` selects the image and the changes. Raises DataError if the dataset contains no training image.
+    training. `seed` selects the image and the changes. Raises DataError if the dataset contains no such image.
     """
-    samples = _select_samples(dataset, "train", seed)
+    samples = _find_samples(dataset, images) or _select_samples(dataset, "train", seed)
     if not samples:
         raise DataError(f"{dataset.root} contains no training images; run `rotopath data check` on this dataset.")
     sample = samples[0]
@@ -126,7 +188,8 @@ def draw_augmentations(dataset: Dataset, path: Path, seed: int = 0) -> Path:
     top, left, size = _tile_corner(image.shape[:2], center, AUGMENTED_PX)
     height = HEADER + len(EXAMPLES) * (TILE + CAPTION)
     figure = Figure(figsize=(COLUMNS * (TILE + TILE_GAP) + 0.2, height), dpi=100, facecolor="white")
-    figure.text(0.01, 1 - 0.28 / height, f"{dataset.source}: augmentation", size=13, color=INK, weight="bold")
+    title = f"{_name(dataset)}: augmentation"
+    figure.text(0.01, 1 - 0.28 / height, title, size=13, color=INK, weight="bold", parse_math=False)
     legend = (
         f"{_caption(sample)}; {size} px at {spacing_um_px:g} µm/px; left: the original; rows: keys of [augmentation]"
     )
@@ -155,11 +218,6 @@ def draw_augmentations(dataset: Dataset, path: Path, seed: int = 0) -> Path:
             axes.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5), xticks=[], yticks=[])
             axes.set_frame_on(False)
     return save_figure(figure, path)
-
-
-def _legend(dataset: Dataset) -> str:
-    """Return a text that explains how the annotations of a dataset are drawn."""
-    return LEGENDS[dataset.annotated].format(objects=dataset.objects)
 
 
 def _select_samples(dataset: Dataset, split: str, seed: int) -> list[Sample]:
@@ -198,11 +256,48 @@ class TilePainter:
     dataset: Dataset
     spacing_um_px: float
     colors: ClassColors = field(default_factory=ClassColors)
+    radius_um: float = MATCH_RADIUS_UM  # of the circles around points
+    has_ignored: bool = False  # whether a tile that was drawn shows an ignored area
 
     @property
     def tile_px(self) -> int:
         """Largest side of a tile in pixels."""
         return TILE_PX[self.dataset.annotated]
+
+    @property
+    def legend(self) -> str:
+        """A text that explains how annotations are drawn."""
+        is_crowded = self.dataset.annotated == "points" and self.radius_um < MATCH_RADIUS_UM
+        legend = CROWDED_LEGEND if is_crowded else LEGENDS[self.dataset.annotated]
+        return legend.format(objects=self.dataset.objects)
+
+    def choose_radius(self, samples: Sequence[Sample]) -> None:
+        """Make the circles around points smaller if most of those in the samples overlap, such as those of nuclei."""
+        if self.dataset.annotated != "points":
+            return
+        fields = [read_points(sample, self.spacing_um_px).positions for sample in samples]
+        # The distance of a single point is infinite
+        distances_px = [KDTree(field).query(field, 2)[0][:, 1] for field in fields if len(field)]
+        median_um = float(np.median(np.concatenate(distances_px))) * self.spacing_um_px if distances_px else np.inf
+        if median_um < 2 * MATCH_RADIUS_UM:
+            self.radius_um = max(MIN_RADIUS_UM, CIRCLE * median_um)
+
+    def find_centers(self, sample: Sample) -> list[NDArray[np.float64] | None]:
+        """Return the centers of up to COLUMNS tiles of a sample that show most objects; [None] without objects."""
+        positions = self._read(sample)[1]
+        return list(_find_crowded(positions, self.tile_px, COLUMNS)) or [None]
+
+    def _read(self, sample: Sample) -> tuple[Points | Objects | None, NDArray[np.float64]]:
+        """Read the annotations of a sample, and the positions (n, 2) of its objects: row and column in px."""
+        if self.dataset.annotated == "points":
+            points = read_points(sample, self.spacing_um_px)
+            return points, points.positions
+        if self.dataset.annotated == "labels":
+            return None, np.empty((0, 2))
+        objects = read_objects(sample, self.spacing_um_px)
+        boxes = [box for box in ndimage.find_objects(objects.labels) if box is not None]
+        centers = [[(part.start + part.stop - 1) / 2 for part in box] for box in boxes]
+        return objects, np.array(centers, np.float64).reshape(-1, 2)
 
     def draw(self, axes: Axes, tile: SheetTile) -> None:
         """Draw a tile into `axes`: a part of the image, all annotations in this part, and a caption below.
@@ -212,13 +307,19 @@ class TilePainter:
         sample = tile.sample
         image = read_image(sample, self.spacing_um_px)
         axes.imshow(image, interpolation="lanczos")
-        center = (np.array(image.shape[:2]) - 1) / 2
-        if self.dataset.annotated == "points":
-            positions = self._draw_points(axes, sample)
-            center = positions[0] if len(positions) else center
-        top, left, size = _tile_corner(image.shape[:2], center if tile.center is None else tile.center, self.tile_px)
-        if self.dataset.annotated == "objects":
-            self._draw_objects(axes, sample, top, left, size)
+        annotations, positions = self._read(sample)
+        center = tile.center
+        if center is None:
+            center = next(iter(_find_crowded(positions, self.tile_px)), (np.array(image.shape[:2]) - 1) / 2)
+        top, left, size = _tile_corner(image.shape[:2], center, self.tile_px)
+        if isinstance(annotations, Points):
+            self._draw_points(axes, annotations)
+        elif annotations is not None:
+            self._draw_objects(axes, annotations, top, left, size)
+        if annotations is not None and annotations.ignored:
+            _draw_ignored(axes, annotations.ignored)
+            mask = mask_areas([transform_outline(area, 1, (top, left)) for area in annotations.ignored], (size, size))
+            self.has_ignored |= mask is not None and bool(mask.any())
         if self.dataset.source.startswith("PCam"):
             x, y = (np.array([image.shape[1], image.shape[0]]) - PCAM_CENTER_PX) / 2 - 0.5
             square = Rectangle((x, y), PCAM_CENTER_PX, PCAM_CENTER_PX, fill=False, color=DEFAULT_COLOR, linewidth=1.0)
@@ -227,25 +328,21 @@ class TilePainter:
         axes.set_frame_on(False)
         axes.set_xlabel(tile.note + _caption(sample), size=6, color=GRAY, labelpad=2, parse_math=False)
 
-    def _draw_points(self, axes: Axes, sample: Sample) -> NDArray[np.float64]:
-        """Draw a circle around each annotated point of a sample. Return the points (n, 2): row and column in px."""
-        points = read_points(sample, self.spacing_um_px)
-        radius = MATCH_RADIUS_UM / self.spacing_um_px
+    def _draw_points(self, axes: Axes, points: Points) -> None:
+        """Draw a circle around each annotated point of a sample, and a cross at its position."""
+        radius = self.radius_um / self.spacing_um_px
         for (row, column), name in zip(points.positions, points.classes, strict=True):
             color = self.colors.color_of(name)
             axes.add_patch(Circle((column, row), radius, fill=False, color=color, linewidth=1.2))
-        _draw_ignored(axes, points.ignored)
-        return points.positions
+            axes.plot(column, row, "+", color=color, markersize=4, markeredgewidth=0.8)
 
-    def _draw_objects(self, axes: Axes, sample: Sample, top: int, left: int, size: int) -> None:
+    def _draw_objects(self, axes: Axes, objects: Objects, top: int, left: int, size: int) -> None:
         """Draw the outlines of all objects in a square of the image.
 
         The upper left pixel of the square is at row `top` and column `left`. `size` is the side in pixels.
         """
-        objects = read_objects(sample, self.spacing_um_px)
         labels = objects.labels[top : top + size, left : left + size]
         _draw_outlines(axes, labels, top, left, lambda number: self.colors.color_of(objects.classes.get(number, "")))
-        _draw_ignored(axes, objects.ignored)
 
 
 def _draw_outlines(
@@ -265,6 +362,21 @@ def _draw_ignored(axes: Axes, areas: Sequence[tuple[Polygon, ...]]) -> None:
         axes.add_patch(
             PolygonPatch(columns_and_rows, fill=False, edgecolor=GRAY, linestyle="--", linewidth=1.2, clip_on=True)
         )
+
+
+def _find_crowded(positions: NDArray[np.float64], size_px: int, count: int = 1) -> Iterator[NDArray[np.float64]]:
+    """Yield up to `count` of the positions (n, 2): those with most others in a square of `size_px` around them.
+
+    A position in the square of an earlier one is left out.
+    """
+    remaining = positions
+    for _ in range(count):
+        if not len(remaining):
+            return
+        near = KDTree(remaining).query_ball_point(remaining, size_px / 2, p=np.inf, return_length=True)
+        center = remaining[int(near.argmax())]
+        yield center
+        remaining = remaining[np.abs(remaining - center).max(axis=1) > size_px]
 
 
 def _tile_corner(shape: tuple[int, ...], center: NDArray[np.float64], size: int) -> tuple[int, int, int]:
@@ -295,14 +407,15 @@ def _draw_sheet(
     """Draw a sheet with a title, a legend, and rows of tiles; each row has a name and up to COLUMNS tiles."""
     height = HEADER + len(rows) * (TILE + CAPTION)
     figure = Figure(figsize=(COLUMNS * (TILE + TILE_GAP) + 0.2, height), dpi=150, facecolor="white")
-    figure.text(0.01, 1 - 0.28 / height, title, size=13, color=INK, weight="bold")
-    figure.text(0.01, 1 - 0.5 / height, legend, size=8, color=GRAY)
+    figure.text(0.01, 1 - 0.28 / height, title, size=13, color=INK, weight="bold", parse_math=False)
     for r, (name, tiles) in enumerate(rows):
         top = 1 - (HEADER + r * (TILE + CAPTION)) / height
-        figure.text(0.01, top - 0.1 / height, name, size=9, color=INK, weight="bold")
+        figure.text(0.01, top - 0.1 / height, name, size=9, color=INK, weight="bold", parse_math=False)
         for c, tile in enumerate(tiles):
             left, bottom = 0.01 + c * 0.99 / COLUMNS, top - (0.2 + TILE) / height
             painter.draw(figure.add_axes((left, bottom, 0.97 / COLUMNS, TILE / height)), tile)
+    legend += f"; {IGNORED_LEGEND}" if painter.has_ignored else ""
+    figure.text(0.01, 1 - 0.5 / height, legend, size=8, color=GRAY)
     _name_classes(figure, painter.colors, height)
     return figure
 

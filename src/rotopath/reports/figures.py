@@ -24,15 +24,25 @@ from rotopath.writing import atomic_file, write_text
 INK, GRAY, LIGHT_GRAY = "#111827", "#4b5563", "#d1d5db"
 CSS_PX_PER_INCH = 96
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #111827; max-width: 1120px; margin: 2rem auto; padding: 0 1rem; }
+:root { color-scheme: light dark; --ink: #111827; --gray: #4b5563; --line: #9ca3af; --soft: #f3f4f6; --page: #ffffff;
+  --main: #0072b2; --warm: #d55e00; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e5e7eb; --gray: #9ca3af; --line: #6b7280; --soft: #1f2937;
+  --page: #111827; --main: #56b4e9; --warm: #f0953f; } }
+@media print { :root { --ink: #111827; --gray: #4b5563; --line: #9ca3af; --soft: #f3f4f6; --page: #ffffff;
+  --main: #0072b2; --warm: #d55e00; } body { margin: 0; max-width: none; } figure, tr { break-inside: avoid; }
+  h2 { break-after: avoid; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1120px;
+  margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } p { max-width: 46rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: .92rem; }
 th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; }
-tbody tr:nth-child(even) { background: #f9fafb; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; } thead th { border-bottom: 1px solid #9ca3af; }
-img { max-width: 100%; height: auto; } footer { color: #4b5563; font-size: .85rem; margin-top: 3rem; }
-details { margin: 1rem 0; } summary { cursor: pointer; } pre { background: #f9fafb; padding: 1rem; overflow-x: auto; }
+tbody tr:nth-child(even) { background: var(--soft); }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+thead th { border-bottom: 1px solid var(--line); }
+img { max-width: 100%; height: auto; } footer { color: var(--gray); font-size: .85rem; margin-top: 3rem; }
+details { margin: 1rem 0; } summary { cursor: pointer; }
+pre { background: var(--soft); padding: 1rem; overflow-x: auto; }
 """
 
 # The figure of the layers
@@ -84,18 +94,23 @@ class Section:
     table: Sequence[Sequence[str]] = ()  # rows of cells; the first row is the header
     figure: Path | None = None  # PNG file
     details: str = ""  # a recipe, which is hidden until the reader expands it
+    html: str = ""  # more content, as HTML in which all texts are escaped
 
 
-def write_page(path: Path, title: str, introduction: str, sections: Sequence[Section], footer: str) -> Path:
+def write_page(
+    path: Path, title: str, introduction: str, sections: Sequence[Section], footer: str, style: str = ""
+) -> Path:
     """Write an HTML page with the given texts and sections to `path`, and return `path`.
 
-    Figures are embedded in the page, so that it is a single file.
+    Figures are embedded in the page, so that it is a single file. Its colors follow the settings of the browser, light
+    or dark. `style` is CSS for the sections of this page only.
     """
     body = "\n".join(_render_section(section) for section in sections)
     text = f"""<!doctype html>
 <html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>
-<style>{STYLE}</style></head>
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{STYLE}{style}</style></head>
 <body>
 <h1>{escape(title)}</h1>
 <p>{escape(introduction)}</p>
@@ -111,7 +126,8 @@ def write_page(path: Path, title: str, introduction: str, sections: Sequence[Sec
 def _render_section(section: Section) -> str:
     """Return the HTML text of a section. Its figure is embedded as base64."""
     parts = [f"<h2>{escape(section.title)}</h2>"] if section.title else []
-    parts.append(f"<p>{escape(section.text)}</p>")
+    if section.text:
+        parts.append(f"<p>{escape(section.text)}</p>")
     if section.table:
         header, *rows = section.table
         cells = "".join(f"<th>{escape(cell)}</th>" for cell in header)
@@ -123,6 +139,7 @@ def _render_section(section: Section) -> str:
         with Image.open(section.figure) as image:
             width = round(image.width * CSS_PX_PER_INCH / image.info.get("dpi", (CSS_PX_PER_INCH,))[0])
         parts.append(f'<img alt="{escape(section.title)}" width="{width}" src="data:image/png;base64,{data}">')
+    parts.append(section.html)
     if section.details:
         parts.append(f"<details><summary>The recipe</summary><pre>{escape(section.details)}</pre></details>")
     return "\n".join(parts)

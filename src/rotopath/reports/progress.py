@@ -1,8 +1,9 @@
 """Show the progress of a training, of the prediction of many slides, or of a study.
 
 In a terminal, progress bars or a table are updated while the program runs. If the output is redirected to a file, there
-are no bars or tables. In both cases, a line is printed when an epoch or a slide has finished. When a job (run) of a
-study has ended, a line is printed only if there is no table. N is the number of orientations of a network.
+are no bars or tables, but a line of progress about once a minute. In both cases, a line is printed when an epoch or a
+slide has finished. When a job (run) of a study has ended, a line is printed only if there is no table. N is the number
+of orientations of a network.
 """
 
 import time
@@ -23,25 +24,37 @@ from rotopath.studies.plan import Job, Study
 
 JOB_MARKS = {"waiting": ("·", "dim"), "done": ("✓", "green"), "failed": ("✗", "bold red")}
 JOB_CELL_WIDTH = 12
+FIRST_LINE_S, LINE_EVERY_S = 10.0, 60.0  # without a terminal: time until the first line of progress, and between others
 
 
 class ProgressBar:
     """A progress bar with elapsed and remaining time. It is visible only inside a `with` block and in a terminal.
 
-    `columns` are the columns to the left of the times.
+    `columns` are the columns to the left of the times. Elsewhere, such as in a log file, lines are printed instead.
     """
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
         self._console = console
         times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         self._bar = Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal)
+        self._next_line = 0.0  # time from which the next line of progress may be printed
 
     def __enter__(self) -> Self:
         self._bar.start()
+        self._next_line = time.monotonic() + FIRST_LINE_S
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+    def _print_sometimes(self, line: str) -> None:
+        """Print a line of progress, unless there is a terminal, or the last line was printed a short time ago."""
+        if not self._console.is_terminal and time.monotonic() >= self._next_line:
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        self._next_line = time.monotonic() + LINE_EVERY_S
 
 
 class TrainingProgress(ProgressBar):
@@ -64,6 +77,7 @@ class TrainingProgress(ProgressBar):
         if "samples" in row:
             description = f"{stage}, {row['done']:g} of {row['samples']:g} images"
             self._bar.update(self._task, description=description, completed=row["done"], total=row["samples"])
+            self._print_sometimes(description)
             return
         epochs = self._recipe.epochs
         if stage == "baseline" and self._recipe.mining is not None:
@@ -83,8 +97,12 @@ class TrainingProgress(ProgressBar):
             accuracy = f"{row['validation_accuracy']:.3f}"
             self._bar.update(self._task, score=f"  validation accuracy {accuracy}")
             validation = f"validation loss {row['validation_loss']:.4f}, validation accuracy {accuracy}"
-            line = f"{epoch}: loss {row['loss']:.4f}, {validation}, {speed}"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._print(f"{epoch}: loss {row['loss']:.4f}, {validation}, {speed}")
+        elif row["images_per_second"] and row["step"] * epochs % row["steps"]:  # else, the line of the epoch follows
+            left = (row["steps"] - row["step"]) * self._recipe.batch_size / row["images_per_second"]
+            steps = f"step {row['step']:g} of {row['steps']:g}"
+            line = f"{epoch}, {steps}: loss {row['loss']:.4f}, {speed}, about {_format_duration(left)} left"
+            self._print_sometimes(line)
 
 
 class SlideProgress(ProgressBar):
@@ -100,7 +118,12 @@ class SlideProgress(ProgressBar):
         self._slides = self._bar.add_task("all", total=slides, unit="slides")
         self._tiles = self._bar.add_task("", total=1, unit="tiles", visible=False)
         self._current: Path | None = None
-        self._profile = profile
+        self._profile, self._count = profile, slides
+        self._begun = 0.0  # time at which the current slide was begun
+
+    def __enter__(self) -> Self:
+        self._begun = time.monotonic()
+        return super().__enter__()
 
     def show_start(self, seconds: float) -> None:
         """Print the seconds that it took to import packages and to load the model."""
@@ -108,25 +131,34 @@ class SlideProgress(ProgressBar):
 
     def show(self, slide: Path, done: int, tiles: int) -> None:
         """Show the progress of the current slide: `done` of `tiles` tiles are predicted. `slide` is its path."""
+        if self._current is None and not self._console.is_terminal:  # not before, because options may be refused
+            slides = f"{self._count} slides" if self._count != 1 else "1 slide"
+            self._print(f"{slides} to predict. If it is interrupted, the same command skips those that are finished.")
         if slide != self._current:
             self._current = slide
             self._bar.reset(self._tiles, total=tiles, visible=True, description=slide.name)
         self._bar.update(self._tiles, completed=done)
+        left = (time.monotonic() - self._begun) / done * (tiles - done)
+        self._print_sometimes(f"{slide.name}: {done} of {tiles} tiles, about {_format_duration(left)} left")
 
     def show_outcome(self, outcome: SlideOutcome) -> None:
         """Print a line about a slide: its result, or that it was skipped, waits or failed. Print its warnings too."""
         if outcome.state != "waiting":
             self._bar.advance(self._slides)
         self._bar.update(self._tiles, visible=False)
+        self._begun = time.monotonic()
         if outcome.state == "failed":
             line = f"{outcome.path.name} failed: {outcome.reason}"
         elif outcome.state == "waiting":
             line = f"{outcome.path.name}: {outcome.reason}"
         elif outcome.state == "skipped":
-            line = f"{outcome.path.name}: skipped, already done"
+            line = f"{outcome.path.name}: skipped, {outcome.reason or 'already done'}"
         else:
             line = f"{outcome.path.name}: {read_sentence(outcome.folder)}"
-        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        self._print(line)
+        if outcome.state == "done" and outcome.reason:
+            line = f"{outcome.path.name}: {outcome.reason}"
+            self._console.print(line, style="yellow", highlight=False, soft_wrap=True, markup=False)
         for warning in outcome.warnings:
             line = f"{outcome.path.name}: Warning: {warning}"
             self._console.print(line, style="yellow", highlight=False, soft_wrap=True, markup=False)

@@ -27,6 +27,8 @@ import rotopath
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 130, 143  # exit codes; 128 + SIGINT or SIGTERM, as in shells
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # also reverses the direction of text
 
+LONG_WORD = re.compile(r"\S{1000,}")  # such as a number of thousands of digits in a damaged recipe
+
 
 class SafeConsole(Console):
     """A console that prints control characters of texts, such as names of files, as codes such as \\x1b.
@@ -165,7 +167,8 @@ def exit_interrupted(error: KeyboardInterrupt, folder: Path | None = None, note:
 
 
 def print_error(message: str) -> None:
-    """Print an error message to stderr on one line, without wrapping it."""
+    """Print an error message to stderr on one line, without wrapping it. The middle of very long words is left out."""
+    message = LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-100:]}", message)
     SafeConsole(stderr=True).print(f"rotopath: {message}", highlight=False, soft_wrap=True, markup=False)
 
 
@@ -202,7 +205,8 @@ def score_table(title: str, metrics: Mapping[str, Mapping[str, Any]]) -> Group:
     first = next(iter(metrics.values()))
     for name in dict.fromkeys(name for scores in metrics.values() for name in scores):
         values = [_format_score(scores.get(name), scores.get(f"{name}_interval")) for scores in metrics.values()]
-        if any(values) and not name.endswith("_interval"):
+        is_shown = not name.endswith("_interval") and (name != "interval_over" or _list_intervals(metrics))
+        if any(values) and is_shown:
             table.add_row(name.replace("_", " "), *values)
         if name == "rotation" and isinstance(first.get(name), dict):
             for measure, value in first[name]["fair"].items():
@@ -239,10 +243,16 @@ def _format_score(value: object, interval: object = None) -> str:
     return f"{value:.3f}"
 
 
+def _list_intervals(metrics: Mapping[str, Mapping[str, object]]) -> list[object]:
+    """Return all confidence intervals in the scores of all splits."""
+    return [
+        value for scores in metrics.values() for key, value in scores.items() if key.endswith("_interval") and value
+    ]
+
+
 def _explain_intervals(metrics: Mapping[str, Mapping[str, object]]) -> str:
     """Return the note below the table of scores: how the intervals were computed, or why there are no intervals."""
-    intervals = [value for scores in metrics.values() for key, value in scores.items() if key.endswith("_interval")]
-    if not any(intervals):
+    if not _list_intervals(metrics):
         return "No confidence intervals: there are too few patients, slides or patches.\n"
     unit = next(iter(metrics.values())).get("interval_over", "patients")
     missing = {"patches": "slides", "images": "patients"}.get(str(unit))

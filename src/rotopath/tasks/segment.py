@@ -7,12 +7,12 @@ tiles after the last tile.
 """
 
 import math
-from collections import defaultdict
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice, product
+from itertools import chain, islice, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
@@ -115,6 +115,7 @@ class Segment(Task):
     drawn_as = "outlines"
     heatmap_cell = 16
     needs_pixels = True
+    scores_one_by_one = True
 
     @property
     def outputs(self) -> int:
@@ -583,10 +584,10 @@ class Seams:
     def __init__(self, background: Sequence[float], folder: Path) -> None:
         self._background, self._folder = np.asarray(background, np.float32), folder
         self._tiles: list[tuple[Span, Span]] = []  # rows and columns of each tile
-        self._parts: list[tuple[int, int]] = []  # tile number, and part number in this tile, of each part of the slide
+        self._firsts = [0]  # index of the first part of each tile, among all parts of the slide, and their number
         self._boxes: list[Ints] = [np.empty((0, 4), np.int64)]  # bounding boxes (n, 4) of the parts of each tile
-        self._pairs: list[NDArray[np.integer]] = []  # (2, n): parts that are connected, as indices of `_parts`
-        # Edges of tiles whose neighbors are still to come: the index in `_parts` of the part at each output, or -1. The
+        self._pairs: list[NDArray[np.integer]] = []  # (2, n): indices of parts that are connected
+        # Edges of tiles whose neighbors are still to come: the index of the part at each output, or -1. The
         # key is the axis that the edge crosses, and the first row and column of the neighbor.
         self._open_edges: dict[tuple[int, int, int], NDArray[np.integer]] = {}
         self._load = lru_cache(maxsize=TILES_IN_MEMORY)(self._load_file)
@@ -594,8 +595,8 @@ class Seams:
     def join(self, parts: TileParts) -> None:
         """Record the parts of a tile, and which of them are connected to parts of the tiles above and to the left."""
         rows, columns = parts.rows, parts.columns
-        first = len(self._parts)
-        self._parts += [(len(self._tiles), part) for part in range(1, parts.total + 1)]
+        first = self._firsts[-1]
+        self._firsts.append(first + parts.total)
         self._tiles.append((rows, columns))
         self._boxes.append(parts.boxes)
         top, bottom, left, right = (np.where(edge > 0, first + edge - 1, -1) for edge in parts.edges)
@@ -614,22 +615,25 @@ class Seams:
         """
         boxes = np.concatenate(self._boxes)
         pairs = np.concatenate([np.empty((2, 0), np.int64), *self._pairs], axis=1)
-        table = coo_array((np.ones(pairs.shape[1], bool), tuple(pairs)), shape=(len(self._parts),) * 2)
-        groups: defaultdict[int, list[int]] = defaultdict(list)  # indices of `_parts`
-        if self._parts:
-            for index, region in enumerate(connected_components(table, directed=False)[1].tolist()):
-                groups[region].append(index)
-        for indices in groups.values():
+        count = self._firsts[-1]
+        table = coo_array((np.ones(pairs.shape[1], bool), tuple(pairs)), shape=(count, count))
+        regions = connected_components(table, directed=False)[1] if count else np.empty(0, np.int32)
+        order = np.argsort(regions, kind="stable")
+        bounds = np.flatnonzero(np.diff(regions[order], prepend=-1, append=-1))
+        for start, stop in pairwise(bounds):
+            indices = order[start:stop]
             top, left = boxes[indices, :2].min(axis=0).tolist()
             bottom, right = boxes[indices, 2:].max(axis=0).tolist()
             if (bottom - top) * (right - left) <= LARGEST_PX:
                 yield self._merge(indices)
             else:  # such a region may be as large as the tissue, and would not fit in memory
-                yield from (self._merge([index]) for index in indices)
+                yield from (self._merge(indices[i : i + 1]) for i in range(len(indices)))
 
-    def _merge(self, indices: list[int]) -> Rectangle:
-        """Merge the parts of one region, given by their indices in `_parts`, and return it in its bounding box."""
-        parts = [self._read_part(*self._parts[index]) for index in indices]
+    def _merge(self, indices: Ints) -> Rectangle:
+        """Merge the parts of one region, given by their indices, and return it in its bounding box."""
+        tiles = [bisect_right(self._firsts, index) - 1 for index in indices.tolist()]
+        numbers = [index - self._firsts[tile] + 1 for index, tile in zip(indices.tolist(), tiles, strict=True)]
+        parts = [self._read_part(*part) for part in zip(tiles, numbers, strict=True)]
         positions = np.concatenate([positions for positions, _ in parts], axis=1)  # (2, pixels)
         top, left = positions.min(axis=1)
         height, width = positions.max(axis=1) + 1 - (top, left)
@@ -715,7 +719,7 @@ class InstanceSearch:
             measurements = {name: float(column[number - 1]) for name, column in measured.items()}
             object_class = task.classes[classes[number]]
             item = SlideObject(polygons, "detection", object_class.name, object_class.color, measurements)
-            item.render()  # here, so that workers do it
+            item.render(grid.origin_px)  # here, so that workers do it
             objects.append(item)
         areas_px = np.bincount(labels.ravel(), minlength=len(objects) + 1)[1:].astype(np.int64)
         return FoundObjects(top, left, labels.astype(np.min_scalar_type(len(objects))), objects, areas_px)
@@ -763,7 +767,7 @@ class InstanceFinder:
     def _paint(self, found: FoundObjects) -> Iterator[SlideObject]:
         """Paint the wanted objects into the label map, and yield them."""
         is_wanted = np.array([self.is_wanted(item) for item in found.objects], bool)
-        wanted = found.select(is_wanted)
+        wanted = found if is_wanted.all() else found.select(is_wanted)
         numbers = np.append(0, self._count + 1 + np.arange(len(wanted.objects))).astype(np.uint32)
         self._count += len(wanted.objects)
         self.labels.paint(found.top, found.left, numbers[wanted.labels])

@@ -103,6 +103,8 @@ class Task(ABC):
     robustness_inputs: ClassVar[Literal["windows", "fields"]] = "windows"
     rules: ClassVar[tuple[str, ...]] = ()  # names of the rules for counting true positives; the first is the default
     regime_unit: ClassVar[str] = "images"  # unit of a regime, which is a reduced amount of training data
+    # Whether `score` takes an iterator in place of a sequence, and does not keep the evidence, which may be large
+    scores_one_by_one: ClassVar[bool] = False
     can_mine: ClassVar[bool] = False  # whether `find_hard_examples` is implemented
     drawn_as: ClassVar[DrawnAs] = "regions"  # how objects and the heat map are drawn on a slide (`draw_overlay`)
     object_score: ClassVar[str] = "probability"  # name of the measurement of an object that states its score
@@ -498,9 +500,19 @@ class Task(ABC):
             if self.is_single
             else ", ".join(f"{summary[name]:,.0f} {name}" for name in self.class_names if name in summary)
         )
-        density = f"{summary[f'{self.objects_name}_per_mm2']:,.1f} per mm²"
+        density = f"{format_density(summary[f'{self.objects_name}_per_mm2'])} per mm²"
         tissue = f"{format_area(summary['tissue_mm2'])} of tissue"
         return f"{count:,} {name}{f' ({by_class})' if by_class else ''}, {density} in {tissue}"
+
+
+def format_density(per_mm2: float) -> str:
+    """Format a density with three significant digits, because the area of tissue is not known better.
+
+    >>> from rotopath.tasks.task import format_density
+    >>> format_density(5231.96), format_density(12.04), format_density(0.5), format_density(0.0)
+    ('5,230', '12', '0.5', '0')
+    """
+    return f"{float(f'{per_mm2:.3g}'):,.10g}"
 
 
 def format_area(mm2: float) -> str:

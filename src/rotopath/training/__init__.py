@@ -12,8 +12,8 @@ On a single GPU, `rotopath.nn.graphs` records the passes of the network as a CUD
 """
 
 from rotopath.runs import MINED
-from rotopath.training.checkpoint import read_hard_examples
+from rotopath.training.checkpoint import can_resume, read_hard_examples
 from rotopath.training.distributed import is_first_process
 from rotopath.training.loop import name_folder, train
 
-__all__ = ["MINED", "is_first_process", "name_folder", "read_hard_examples", "train"]
+__all__ = ["MINED", "can_resume", "is_first_process", "name_folder", "read_hard_examples", "train"]

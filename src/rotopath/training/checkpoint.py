@@ -55,6 +55,7 @@ BASELINE, TENSORBOARD = "baseline", "tensorboard"  # subfolders: the run that fi
 STATE_KEY = "Keeper"  # of the state of `RunRecorder` in a checkpoint
 LOG_COLUMNS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "validation_loss", "validation_accuracy")
 LOG_EVERY_STEPS = 25  # losses of this number of steps are read together, because each read waits for the GPU
+LOG_EVERY_S = 20.0  # or earlier, if the steps take long
 FINGERPRINT_PREFIX = "content:"  # missing in fingerprints of rotopath 0.1, which ignored the content of files
 HASH_BLOCK_BYTES = 2**20
 Row = dict[str, float]  # one row of the log: from column name to value
@@ -85,6 +86,11 @@ def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset, parent: runs.
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / runs.PROVENANCE, provenance)
     write_text(folder / runs.RECIPE, format_recipe(recipe))
+
+
+def can_resume(folder: Path) -> bool:
+    """Return whether a training in a run folder, or that of its baseline network, has written a checkpoint."""
+    return any((folder / name).exists() for name in (RESUME, runs.MINED, Path(BASELINE) / RESUME))
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -258,7 +264,9 @@ class RunRecorder(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:  # noqa: ARG002
         step = trainer.global_step
         self._pending.append((step, self._rate, outputs["loss"].detach()))
-        if step % LOG_EVERY_STEPS == 0:
+        # Several processes must read the losses at the same step.
+        is_slow = trainer.world_size == 1 and time.perf_counter() - self._timer_start > LOG_EVERY_S
+        if step % LOG_EVERY_STEPS == 0 or is_slow:
             self._log_losses(trainer)
         # At the end of an epoch, `on_train_epoch_end` writes a checkpoint, after validation.
         ends_epoch = step % self._recipe.step_count == 0
@@ -285,9 +293,7 @@ class RunRecorder(Callback):
         self._write_checkpoint(trainer)
 
     def _has_converged(self) -> bool:
-        # With a cosine schedule, the validation loss often falls only in the last epochs, at low learning rates.
-        can_stop = self._recipe.keep == "best" and self._recipe.schedule != "cosine"
-        return can_stop and self.worse_epochs >= self._recipe.patience
+        return self._recipe.can_stop_early and self.worse_epochs >= self._recipe.patience
 
     def _log_losses(self, trainer: Trainer) -> None:
         """Append one row to the log for each step in `_pending`, and empty `_pending`.
@@ -344,6 +350,7 @@ def find_checkpoint(folder: Path, network: torch.nn.Module) -> Path | None:
     path = folder / RESUME
     if not path.exists():
         return None
+    expect_file(path)
     try:
         with zipfile.ZipFile(path) as parts:
             if part := parts.testzip():

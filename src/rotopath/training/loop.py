@@ -40,6 +40,7 @@ from rotopath.training.checkpoint import (
     RESUME,
     Row,
     RunRecorder,
+    can_resume,
     find_checkpoint,
     index_hard_examples,
     mine_hard_examples,
@@ -100,7 +101,8 @@ def train(
     - `on_progress`: a function that is called with the stage and a dictionary. In the stages "baseline" and "training",
       the dictionary is a row of the log, and `steps` is the largest number of steps. In the stage "scoring", the
       dictionary has the keys `done` (number of scored samples) and `samples` (number of all samples).
-    - `on_message`: a function that is called with lines for the user: which weights come from the model in `from`.
+    - `on_message`: a function that is called with lines for the user: which weights come from the model in `from`, and
+      how many steps the training has.
     - `hard_examples`: the file that `find_hard_examples` has written for this recipe, if the recipe has a table
       `[mining]`. Default: they are found first, in the run folder.
     """
@@ -117,6 +119,7 @@ def train(
             prepare_folder(folder, plan.recipe, plan.dataset, plan.parent)
         for line in plan.parent.describe_lines(plan.recipe) if plan.parent else ():
             on_message(line)
+        on_message(_describe_steps(plan.recipe, can_resume(folder)))
         mined = None
         if plan.recipe.mining is not None:
             if hard_examples is not None and not (folder / runs.MINED).exists():
@@ -126,6 +129,18 @@ def train(
         network, device = fit(plan, loss, folder, mined, partial(on_progress, TRAINING))
         run_on_first_process(lambda: _finish(plan, network, folder, device, on_progress))
     return runs.load(folder)
+
+
+def _describe_steps(recipe: Recipe, is_resumed: bool) -> str:
+    """Return a line for the user that says how long the training is, and that it may be interrupted."""
+    most = "at most " if recipe.can_stop_early else ""
+    begun = "It resumes from its last checkpoint. " if is_resumed else ""
+    between = f", and every {recipe.checkpoint_steps:,} steps" if recipe.checkpoint_steps < recipe.step_count else ""
+    epochs = f"{most}{recipe.epochs:,} epoch{'s' if recipe.epochs > 1 else ''}"
+    return (
+        f"Training: {epochs} of {recipe.step_count:,} steps, each with {recipe.batch_size:,} windows. {begun}After "
+        f"Ctrl-C, the same command resumes it from its last checkpoint. There is one after each epoch{between}."
+    )
 
 
 # Before the first file is written: read the recipe, open the data, check the network
