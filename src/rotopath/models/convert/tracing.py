@@ -6,14 +6,13 @@ and torchvision.
 """
 
 import copy
-import operator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from rotopath.models.trace import LayerTracer, get_attribute, is_layer, trace_graph
+from rotopath.models.trace import LayerTracer, ValueProxy, get_attribute, is_layer, trace_graph
 from rotopath.nn import ChannelNorm2d, StochasticDepth
 
 # Sides of the example image in px, in the order in which they are tried: sizes for which common networks compute whole
@@ -114,36 +113,18 @@ class ExampleTracer(LayerTracer):
             self.is_computing = False
 
 
-class ExampleProxy(fx.Proxy):
+class ExampleProxy(ValueProxy):
     """Proxy that knows its number of axes and its length."""
 
     def __len__(self) -> int:
         example = self.node.meta.get("example")
-        if isinstance(example, tuple | list | Tensor):
-            return len(example)
-        target, args = self.node.target, self.node.args
-        index = args[1] if target is operator.getitem else None
-        if isinstance(index, slice) and isinstance(index.start, int) and index.start < 0 and index.stop is None:
-            return -index.start
-        raise TypeError("the number of axes of a tensor is not known during tracing; write x.shape[-2:] for H and W")
+        return len(example) if isinstance(example, tuple | list | Tensor) else super().__len__()
 
     def __getattr__(self, name: str) -> Any:
         example = self.node.meta.get("example")
         if name == "ndim" and isinstance(example, Tensor):
             return example.ndim
         return super().__getattr__(name)
-
-    def __iadd__(self, other: object) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
-
-    def __isub__(self, other: object) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", operator.isub, (self, other), {})
-
-    def __imul__(self, other: object) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", operator.imul, (self, other), {})
-
-    def __itruediv__(self, other: object) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
 
 
 def _example_of(value: Any) -> Any:
