@@ -385,7 +385,7 @@ def test_recipes_lists_the_recipes_of_the_package() -> None:
     assert result.exit_code == 0
     for name in ("mitosis", "nuclei", "tumor"):
         assert f"{name} " in result.stdout
-    assert result.stdout.count("with the settings of Lafarge et al. (2020).") == 3
+    assert result.stdout.count("with the settings of Lafarge et al. (2020), where they state them.") == 3
 
 
 @pytest.mark.parametrize("has_checkpoint", [False, True])

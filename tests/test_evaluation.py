@@ -53,6 +53,10 @@ def test_quarter_rotations_change_predictions_for_n_1_but_not_for_n_4(
         assert rotated.fair.shape == rotated.plain.shape
         assert rotated.fair_decisions.shape == rotated.plain_decisions.shape == rotated.plain.shape
         assert len(rotated.fair) == 16
+        assert set(rotated.cases) <= {sample.case or sample.name for sample in samples}
+        total, inputs = np.sum(list(summarize_rotation(rotated)["cases"].values()), axis=0)  # type: ignore[attr-defined]
+        assert inputs == rotated.fair[0].size
+        assert total / inputs == pytest.approx(rotated.fair.std(axis=0, dtype=np.float64).mean())
         spreads[n] = np.ptp(rotated.plain[::4], axis=0).max()
     assert spreads[4] < 1e-5
     assert spreads[1] > 100 * spreads[4]
@@ -72,6 +76,11 @@ def test_the_summary_has_the_deviation_and_the_fraction_of_changed_decisions(dat
         "changed": ((rotated.fair >= middle).any(axis=0) & (rotated.fair < middle).any(axis=0)).mean(),
     }
     assert summary["fair"]["changed"] > 0, "the threshold is between some of them"  # type: ignore[index]
+    cases = summary["cases"]
+    assert isinstance(cases, dict)
+    assert list(cases) == [sample.case or sample.name for sample in samples]
+    deviations = rotated.fair.std(axis=0, dtype=np.float64)
+    assert list(cases.values()) == [[pytest.approx(deviation), 1] for deviation in deviations]
     assert [PAPER["tumor"].label_names[label] for label in rotated.labels] == ["normal", "Tumor"] * 2
     assert [sample.label for sample in samples] == ["normal", "tumor"] * 2
 

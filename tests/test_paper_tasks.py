@@ -17,7 +17,7 @@ from rotopath.cli import app
 from rotopath.images.geojson import read_geojson
 from rotopath.metrics.matching import OverlapRule
 from rotopath.recipe import make_recipe
-from rotopath.training.checkpoint import MINED
+from rotopath.training import MINED
 
 pytestmark = pytest.mark.slow
 

@@ -239,7 +239,7 @@ def test_recipes_of_the_package_are_found_by_name(tmp_path: Path, monkeypatch: p
     Path(name).mkdir()  # a folder of data is no recipe
     recipe = read_recipe(Path(name), ["seed=3"])
     assert (recipe.task, recipe.seed) == (name, 3)
-    assert list_recipes()[name].endswith("with the settings of Lafarge et al. (2020).")
+    assert list_recipes()[name].endswith("with the settings of Lafarge et al. (2020), where they state them.")
     assert f"rotopath train {name} --set data=FOLDER" in find_recipe(Path(name)).read_text(), (
         "the command is at its top"
     )

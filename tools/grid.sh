@@ -4,7 +4,8 @@
 # TASK is mitosis, nuclei or tumor; its data is in data/sample-TASK. Files in OUT: TASK.tar.gz with the small files of
 # all runs, and TASK-figures.tar.* with the rotated predictions, for figures, of the runs on all data. Unpacked on any
 # machine (cat TASK-figures.tar.* | tar x), `rotopath study report runs/samples` reads them. The trainings stop after
-# LIMIT_S seconds (480), and AT_ONCE of them (14) run at once; the same command resumes them.
+# LIMIT_S seconds (480), and AT_ONCE of them (14) run at once; the same command resumes them. One run is trained again;
+# tools/again.py compares it with the first one, and tools/pages.py writes the pages.
 set -uo pipefail
 task=$1 out=$2
 shift 2

@@ -181,6 +181,12 @@ def read_scores(path: Path, split: str) -> dict[str, Any]:
             value = measured.get(name) if isinstance(measured, dict) else None
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise _damaged_scores(path, f"{name!r} of 'rotation' must be a number from 0 to 1; got {value!r:.40}")
+        try:
+            terms = np.array(list(scores["rotation"].get("cases", {}).values()), np.float64).reshape(-1, 2)
+        except (TypeError, ValueError, AttributeError, OverflowError):
+            terms = np.full((1, 2), np.nan)
+        if not (np.isfinite(terms).all() and (terms[:, 0] >= 0).all() and (terms[:, 1] > 0).all()):
+            raise _damaged_scores(path, "'cases' of 'rotation' must have two numbers for each case")
     return scores
 
 
@@ -345,6 +351,7 @@ class RotatedPredictions:
     images: NDArray[np.uint8]  # (k, height, width, 3), not rotated; only the first windows, but all fields
     fair_decisions: NDArray[np.generic]  # decisions at the fair angles, such as predicted classes
     plain_decisions: NDArray[np.generic]  # decisions at the plain angles
+    cases: Sequence[str]  # the case of each window or field, such as a patient; the name of the image if it is unknown
     # Maps (angles, fields, height, width) by name, at the fair angles; empty for windows
     maps: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
@@ -368,13 +375,22 @@ def summarize_rotation(rotated: RotatedPredictions) -> dict[str, object]:
 
     The entry contains the type of the inputs ("windows" or "pixels of fields"), their number, and the robustness at
     fair and at plain angles. The robustness consists of the standard deviation of the probability over angles, averaged
-    over inputs, and the fraction of inputs with different decisions at different angles.
+    over inputs, and the fraction of inputs with different decisions at different angles. The entry "cases" has two
+    numbers for each case: the sum of the standard deviations of its inputs at fair angles, and the number of inputs.
     """
+    deviations = rotated.fair.std(axis=0, dtype=np.float64)  # (inputs,), or (fields, height, width)
+    deviations = deviations.reshape(len(deviations), -1)
+    cases: dict[str, list[float]] = {}
+    for case, values in zip(rotated.cases, deviations, strict=True):
+        terms = cases.setdefault(case, [0.0, 0])
+        terms[0] += float(values.sum())
+        terms[1] += values.size
     return {
         "inputs": "pixels of fields" if rotated.maps else "windows",
         "count": int(np.prod(rotated.fair.shape[1:])),
         "fair": asdict(measure_robustness(rotated.fair, rotated.fair_decisions)),
         "plain": asdict(measure_robustness(rotated.plain, rotated.plain_decisions)),
+        "cases": cases,
     }
 
 
@@ -399,7 +415,7 @@ def _predict_rotated_windows(
 ) -> RotatedPredictions:
     """Predict up to `max_windows` windows, rotated by all fair and plain angles."""
     fair, plain = robustness_angles(), robustness_angles(fair=False)
-    images, labels = _read_windows(run, samples, device, max_windows)
+    images, labels, cases = _read_windows(run, samples, device, max_windows)
     probabilities = predict_rotated(run.network, images, [*fair, *plain], run.task.to_probabilities)  # (angles, B, K)
     decisions = run.task.decide(probabilities, run.point)  # (angles, B)
     # For each window, compare one channel over the angles: the channel with the highest mean probability.
@@ -416,11 +432,14 @@ def _predict_rotated_windows(
         images=shown.permute(0, 2, 3, 1).cpu().numpy(),
         fair_decisions=decisions[: len(fair)],
         plain_decisions=decisions[len(fair) :],
+        cases=cases,
     )
 
 
-def _read_windows(run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int) -> tuple[Tensor, Tensor]:
-    """Return up to `max_windows` windows (B, 3, s, s) and their labels (B,).
+def _read_windows(
+    run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int
+) -> tuple[Tensor, Tensor, list[str]]:
+    """Return up to `max_windows` windows (B, 3, s, s), their labels (B,), and the case of each window.
 
     If the task has one prediction per window, the windows are at the centers of the first samples. Otherwise, they are
     random windows of all samples. The side s is larger than the input of the network, so that windows can be rotated by
@@ -435,7 +454,13 @@ def _read_windows(run: Run, samples: Sequence[Sample], device: torch.device, max
         batches = make_sampled_batches(task, samples, window, ROTATED_BATCH, ROTATED_SEED, device=device)
         steps = range(-(-max_windows // ROTATED_BATCH))
     images, labels = (torch.cat(parts) for parts in zip(*batches.load(steps, device), strict=True))
-    return images[:max_windows], labels[:max_windows]
+    cases = [_case_of(samples[i]) for step in steps for i in batches.sampler.draw(step).images]
+    return images[:max_windows], labels[:max_windows], cases[:max_windows]
+
+
+def _case_of(sample: Sample) -> str:
+    """Return the case of an image, such as a patient, or the name of the image if the case is unknown."""
+    return sample.case or sample.name
 
 
 def _predict_rotated_fields(run: Run, samples: Sequence[Sample], device: torch.device) -> RotatedPredictions:
@@ -455,6 +480,7 @@ def _predict_rotated_fields(run: Run, samples: Sequence[Sample], device: torch.d
         images=np.stack(images),
         fair_decisions=decisions[: len(fair)],
         plain_decisions=decisions[len(fair) :],
+        cases=[_case_of(sample) for sample in samples],
         maps={name: values[: len(fair)] for name, values in maps.items()},
     )
 

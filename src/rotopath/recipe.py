@@ -28,6 +28,7 @@ HARDWARE = ("accelerator", "devices", "nodes", "cache", "workers")  # keys that 
 RECIPES = Path(__file__).parent / "recipes"  # recipes of the package
 MAX_EPOCHS, MAX_ORIENTATIONS, MAX_WINDOW_PX = 10**5, 128, 4096
 PASS = "pass"  # value of the key `steps`: an epoch is a pass over the training data
+BASELINE_SEED = 0  # of the baseline network that finds hard examples, in all runs
 LEAST_PASS_STEPS = 500  # of a pass; otherwise the learning rate of small datasets would be halved after a few steps
 # The lowest and the highest value of keys with whole numbers. Higher values are mistakes: a training would need years,
 # or more memory than computers have.
@@ -211,6 +212,26 @@ class Recipe:
         With a cosine schedule, the validation loss often falls only in the last epochs, at low learning rates.
         """
         return self.keep == "best" and self.schedule != "cosine"
+
+    @property
+    def baseline(self) -> "Recipe":
+        """The recipe of the baseline network that finds the hard examples, if the recipe has a table `[mining]`.
+
+        The baseline network is an ordinary CNN (N = 1) with random weights, the seed BASELINE_SEED and the other
+        settings of the recipe; the paper's networks have their default options. So recipes that differ only in
+        orientations, options of the paper's networks and seed have the same baseline.
+        """
+        assert self.mining is not None
+        return replace(
+            self,
+            orientations=1,
+            seed=BASELINE_SEED,
+            epochs=self.mining.epochs,
+            network_options=NetworkOptions() if self.network_name in PAPER else self.network_options,
+            mining=None,
+            from_=None,
+            frozen_stages=0,
+        )
 
     @property
     def kind(self) -> type[Task]:

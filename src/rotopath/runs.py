@@ -59,6 +59,7 @@ from rotopath.recipe import NetworkOptions, Recipe, RecipeError, read_recipe
 from rotopath.tasks import Task
 
 RECIPE, METRICS, LOG, PROVENANCE = "recipe.toml", "metrics.json", "log.csv", "provenance.json"
+MINED = "mined.csv"  # hard examples
 OLD_POINT = "operating_point.json"  # file in runs of rotopath 0.1, which have no model.json
 # Network options that decide what a weight means, and their defaults
 GROUP_OPTIONS: Mapping[str, Any] = {"kernel": "bilinear", "reflections": False}

@@ -78,7 +78,7 @@ def test_figures_show_the_seed_with_the_best_validation_score(tmp_path: Path) ->
         (folder / "metrics.json").write_text(json.dumps({"valid": {"accuracy": valid}, "test": {"accuracy": test}}))
         recipe = Recipe("tumor", "d", orientations=n, seed=seed)
         results.append(StudyResult("tumor", folder, recipe, 1, {"accuracy": test}))
-    shown = PartReport("tumor", results, [], tmp_path).best_seeds
+    shown = PartReport("tumor", results, [], [], tmp_path).best_seeds
     assert [(result.recipe.orientations, result.recipe.seed) for result in shown] == [(1, 1), (8, 0)]
     (results[0].folder / "metrics.json").write_text('{"valid": {"accuracy": 2}}')
     with pytest.raises(RunError, match="'accuracy' must be a number from 0 to 1; got 2"):

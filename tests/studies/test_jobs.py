@@ -25,6 +25,7 @@ from layouts import pcam
 from sharing import hold_elsewhere, make_once
 from typer.testing import CliRunner, Result
 
+from rotopath import runs
 from rotopath.cli import app
 from rotopath.model_file import MODEL, WEIGHTS, RunError
 from rotopath.reports.study_report import report
@@ -364,6 +365,36 @@ def test_a_job_that_fails_does_not_stop_the_others(shared: Path) -> None:
     assert "1 of 2 done, 0 running, 1 failed" in output
     assert f"plain/N1-seed0 failed: {shared / 'late'} does not exist." in output
     assert {row.split(",")[0] for rows in tables(shared / "first") for row in rows[1:]} == {"turning"}
+
+
+def test_jobs_that_share_a_baseline_wait_for_its_hard_examples(tmp_path: Path) -> None:
+    """So no two of them train it, also on file systems without locks, and none occupies a process while it waits."""
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('task = "tumor"\ndata = "d"\n[mining]\n')
+    plan = tmp_path / "s.toml"
+    plan.write_text('[a]\nrecipe = "r.toml"\norientations = [1, 4]\nregime = [1, 0.5]\nseed = [0]\n')
+    out = tmp_path / "out"
+    futures: dict[str, Future[str]] = {}
+
+    def submit(recipe: str, _rotations: int, _cwd: str) -> JobFuture:
+        return futures.setdefault(Path(recipe).stem, Future())
+
+    submitted: list[list[str]] = []  # after each pass over all jobs
+
+    def go_on(_states: object) -> None:
+        submitted.append(list(futures))
+        if len(futures) == 2:
+            (out / "a/baseline-regime1").mkdir()
+            (out / "a/baseline-regime1" / runs.MINED).touch()
+            futures["N4-regime0.5-seed0"].set_result("it failed before it found any")
+        elif len(futures) == 4:
+            for future in futures.values():
+                if not future.done():
+                    future.set_result("it ended")
+
+    states = run_study(read_study(plan), out, submit, go_on)
+    assert submitted[0] == ["N4-regime1-seed0", "N4-regime0.5-seed0"]
+    assert len(states) == len(futures) == 4
 
 
 def test_a_missing_study_and_an_unknown_cluster_are_reported(study: Path, tmp_path: Path) -> None:

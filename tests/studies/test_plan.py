@@ -103,9 +103,11 @@ def test_only_some_parts_can_be_run(tmp_path: Path) -> None:
 
 def test_the_time_on_a_gpu_is_estimated_from_operations_and_steps(tmp_path: Path) -> None:
     def estimate_s(n: int, **keys: object) -> float:
+        mining = "".join(f"{key} = {value}\n" for key, value in keys.pop("mining", {}).items())  # type: ignore[attr-defined]
+        table = f"[a.set.mining]\n{mining}" if mining else "mining = false\n"
         values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
         path = tmp_path / "s.toml"
-        path.write_text(f'[a]\nrecipe = "tumor"\norientations = [{n}]\nseed = [0, 1]\n[a.set]\n{values}\n')
+        path.write_text(f'[a]\nrecipe = "tumor"\norientations = [{n}]\nseed = [0, 1]\n[a.set]\n{values}\n{table}')
         hours = estimate_gpu_hours(read_study(path))
         assert hours is not None
         return 3600 * hours
@@ -118,6 +120,8 @@ def test_the_time_on_a_gpu_is_estimated_from_operations_and_steps(tmp_path: Path
     few = estimate_s(1, data=data, steps="pass", epochs=1, batch=2)
     assert few == pytest.approx(2 * 600 * LEAST_STEP_S), "1,200 patches in batches of 2"
     assert estimate_s(1, data="missing", steps="pass", epochs=1) == pytest.approx(2 * 500 * LEAST_STEP_S)
+    mined = estimate_s(1, steps=100, epochs=5, mining={"epochs": 3})
+    assert mined == pytest.approx((2 * 500 + 300) * LEAST_STEP_S), "both seeds share one baseline"
 
 
 def test_a_network_that_cannot_be_measured_has_no_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,19 @@ import pytest
 from untrained_runs import with_value
 
 from rotopath.model_file import RunError
-from rotopath.recipe import Recipe, format_recipe
-from rotopath.studies.results import StudyResult, check_provenance, estimate, margin, read_results, summarize
+from rotopath.recipe import Recipe, format_recipe, make_recipe
+from rotopath.studies.results import (
+    Estimate,
+    StudyResult,
+    check_claims,
+    check_provenance,
+    decide,
+    estimate,
+    find_designs,
+    margin,
+    read_results,
+    summarize,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +77,95 @@ def test_differences_are_paired() -> None:
     assert 0 <= difference.low <= difference.high < 0.11
     same = estimate([plain], [result(hard, 40, n=8)])
     assert (same.value, same.low, same.high) == (0, 0, 0)
+
+
+def test_a_claim_is_decided_by_its_interval() -> None:
+    assert decide(Estimate(0.1, 0.001, 0.2)) == "yes"
+    assert decide(Estimate(-0.1, -0.2, -0.001)) == "no"
+    for low, high in ((-0.001, 0.2), (-0.2, 0.001), (0.0, 0.2), (-0.2, 0.0), (0.0, 0.0), (np.nan, np.nan)):
+        assert decide(Estimate((low + high) / 2, low, high)) == "not decided"
+
+
+def test_the_papers_claims_are_answered() -> None:
+    """Each network classifies some of 1,000 patches wrong: seeds differ by one patch, networks by many or few."""
+
+    def group(wrong: int, n: int, regime: float = 1.0, rotations: int = 1, deviation: float = 0.1) -> list[StudyResult]:
+        results = []
+        for seed in range(3):
+            one = result(list(range(wrong + seed)), 1000, n, seed, rotations)
+            one = replace(one, recipe=replace(one.recipe, regime=regime))
+            cases = {str(i): [deviation * (1 + 0.01 * i), 1] for i in range(50)}
+            results.append(replace(one, scores={**one.scores, "rotation": {"fair": {}, "cases": cases}}))
+        return results
+
+    claims = check_claims(
+        [
+            *group(300, 1, deviation=0.2),
+            *group(200, 1, rotations=16),
+            *group(199, 4),
+            *group(100, 8),
+            *group(60, 16),
+            *group(100, 4, 0.25),
+            *group(400, 8, 0.25),
+            *group(150, 8, 0.1),
+        ]
+    )
+    assert [(claim.text, claim.is_stated, claim.answer) for claim in claims] == [
+        ("N=8 scores above N=1", True, "yes"),
+        ("N=8 scores above N=1 with rotated inputs", True, "yes"),
+        ("N=4 scores above N=1 with rotated inputs", True, "not decided"),
+        ("N=16 scores below N=8", True, "no"),
+        ("N=4 with 25% scores above N=1 with 100% and rotated inputs", True, "yes"),
+        ("N=8 with 25% scores above N=1 with 100% and rotated inputs", True, "no"),
+        ("N=8 with 10% scores above N=1 with 100% and rotated inputs", False, "yes"),
+        ("predictions of N=8 scatter less under rotation than those of N=1", True, "yes"),
+    ]
+    assert claims[0].difference.value == pytest.approx(0.2)
+    assert claims[-1].difference.value == pytest.approx(0.1 * (1 + 0.01 * 24.5))
+    assert check_claims(group(300, 1)) == []
+    one_seed = check_claims([group(300, 1)[0], group(100, 8)[0]])
+    assert [(claim.seeds, claim.answer, decide(claim.difference)) for claim in one_seed[:1]] == [
+        (1, "not decided", "yes")
+    ]
+
+
+def test_designs_are_compared_if_nothing_but_the_network_differs() -> None:
+    def run(part: str, wrong: int, seed: int, **keys: object) -> StudyResult:
+        recipe = make_recipe({"task": "tumor", "data": "d", "seed": seed, **keys})
+        return replace(result(list(range(wrong)), 100, 8, seed), part=part, recipe=recipe)
+
+    results = [
+        *(run("paper", 20, seed) for seed in (0, 1, 2)),
+        *(run("faithful", 10, seed, preset="faithful") for seed in (0, 2)),
+        run("longer", 10, 0, preset="faithful", epochs=30),
+        run("smaller", 10, 0, preset="faithful", orientations=4),
+    ]
+    (design,) = find_designs(results)
+    assert [one.part for one in design.base + design.changed] == ["paper", "paper", "faithful", "faithful"]
+    assert [one.recipe.seed for one in design.changed] == [0, 2]
+    assert design.options["kernel"] == "harmonic"
+    assert "reflections" not in design.options, "it is the same in both"
+    difference = design.compare()
+    assert difference is not None
+    assert difference.value == pytest.approx(0.1)
+
+
+def test_scatter_by_case_is_read_from_older_evaluations(tmp_path: Path) -> None:
+    """They have it in the arrays for figures only: for each window, or for each field."""
+    old = replace(result([0]), folder=tmp_path)
+    assert old.scatter_terms == {"0": (pytest.approx(0.1), 1.0)}, "one case: the mean of all"
+    assert replace(old, scores={}).scatter_terms == {}
+    probabilities = np.array([[0.0, 0.5], [1.0, 0.5]], np.float32)  # (angles, windows)
+    np.savez(tmp_path / "evaluation-test.npz", fair=probabilities)
+    assert replace(old).scatter_terms == {"0": (0.5, 1.0), "1": (0.0, 1.0)}
+    maps = np.stack([np.full((4, 4), 0.25), np.zeros((4, 4))]).astype(np.float16)  # (fields, height, width)
+    np.savez(tmp_path / "evaluation-test.npz", objects_deviation=maps)
+    assert replace(old).scatter_terms == {"0": (0.25, 1.0), "1": (0.0, 1.0)}
+    new = replace(old, scores={"rotation": {"fair": {}, "cases": {"a": [3, 4], "b": [1, 2]}}})
+    assert new.scatter_terms == {"a": (3.0, 4.0), "b": (1.0, 2.0)}
+    (tmp_path / "evaluation-test.npz").write_bytes(b"PK")
+    with pytest.raises(RunError, match=r"is damaged .*--robustness"):
+        replace(old).scatter_terms  # noqa: B018
 
 
 def test_summaries_compare_runs_of_the_same_seed_and_data() -> None:
@@ -130,6 +230,13 @@ def test_results_are_read_from_files(tmp_path: Path) -> None:
         ('{"rotations": 1, "accuracy": 0.5, "slides": {"a": [-1, 3]}}', "a case is negative or not finite"),
         ('{"rotations": 1, "accuracy": 0.5, "slides": null, "wrong": [], "images": 1000000000000}', "are more than"),
         ('{"rotations": 1, "rotation": {"fair": [1]}}', "'deviation' of 'rotation' must be a number from 0 to 1"),
+        *(
+            (
+                f'{{"rotations": 1, "rotation": {{"fair": {{"deviation": 0, "changed": 0}}, "cases": {cases}}}}}',
+                "'cases' of 'rotation' must have two numbers for each case",
+            )
+            for cases in ("3", '{"a": 3}', '{"a": [1, 0]}', '{"a": [-1, 1]}', '{"a": [1, "b"]}', '{"a": [1, 2, 3]}')
+        ),
         ("[" * 100_000, "it is nested too deeply"),
         ("1" * 5_000, "a number has 5000 digits, but may have 20"),
     ],

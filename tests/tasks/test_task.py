@@ -86,6 +86,7 @@ def test_the_amount_of_patches_is_a_fraction(amount: float) -> None:
 def test_amounts_are_described_with_their_units() -> None:
     texts = [PAPER[task].describe_regime(amount) for task, amount in (("mitosis", 4), ("nuclei", 2), ("tumor", 0.25))]
     assert texts == ["4 cases", "2 fields of each organ", "25%"]
+    assert [PAPER[task].describe_regime(1) for task in ("mitosis", "nuclei")] == ["1 case", "1 field of each organ"]
 
 
 def test_a_fraction_is_selected_of_each_class() -> None:

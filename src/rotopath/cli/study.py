@@ -48,9 +48,10 @@ def run_study(
         time = ""
         if (hours := estimate_gpu_hours(plan)) is not None:
             amount = f"{hours:.1f} h" if hours >= 1 else f"{max(1, round(60 * hours))} min"
-            time = f", about {amount} or less on one NVIDIA H200 if twelve share it"
+            time = f", whose steps take about {amount} on one NVIDIA H200 if twelve share it"
         trainings = "1 training" if len(plan.jobs) == 1 else f"{len(plan.jobs)} trainings"
-        line = f"{trainings}{time}, and evaluations. Finished runs are skipped."
+        rest = "; validation and evaluations come on top, and often take longer" if time else ", and evaluations"
+        line = f"{trainings}{time}{rest}. Finished runs are skipped."
         terminal.console.print(line, highlight=False, soft_wrap=True)
         try:
             with StudyProgress(plan, terminal.console) as progress:

@@ -18,15 +18,13 @@ from numpy.typing import NDArray
 
 from rotopath import runs
 from rotopath.data.dataset import read_table
-from rotopath.evaluation import evaluation_file
 from rotopath.model_file import RunError
 from rotopath.reports.figures import GRAY, INK, save_figure
-from rotopath.studies.plan import SPLIT
 from rotopath.studies.results import StudyResult, Summary
 
 COLORS = {1: "#d55e00", 4: "#56b4e9", 8: "#0072b2", 16: "#009e73"}  # by number of orientations
 TTA_COLOR, OTHER_COLORS = "#e69f00", ("#cc79a7", "#000000", "#f0e442")
-WHITE_TO_RED = LinearSegmentedColormap.from_list("deviation", ["#ffffff", "#d55e00", "#7f0000"])
+WHITE_TO_RED = LinearSegmentedColormap.from_list("deviation", ["#ffffff", "#e31a1c", "#7f0000"])
 WINDOWS_SHOWN, FIELDS_SHOWN = 6, 2  # numbers of windows and of fields (annotated images) in the figures
 MAX_STEP = 10**12  # largest number of a step in a log
 MAX_DEVIATION = 0.3  # standard deviation at the red end of the color scale
@@ -162,8 +160,9 @@ def draw_maps(results: Sequence[StudyResult], path: Path) -> Path | None:
             grid[3 * f + 2, k].imshow(deviation, cmap=WHITE_TO_RED, vmin=0, vmax=MAX_DEVIATION)
         grid[0, k].set_title(f"N={n}", size=10, color=INK)
     for f in range(FIELDS_SHOWN):
-        for row, text in enumerate(("above: both in one map\n\nmean over angles", "standard deviation"), 1):
+        for row, text in enumerate(("mean over angles", "standard deviation"), 1):
             grid[3 * f + row, 0].text(0.98, 0.5, text, ha="right", va="center", size=8, color=GRAY)
+        grid[3 * f + 1, 0].text(0.98, 0.97, "above: both in one map", ha="right", va="top", size=8, color=GRAY)
     return _save_as_pdf_and_png(figure, path)
 
 
@@ -185,17 +184,10 @@ def _read_all_rotated(results: Sequence[StudyResult], key: str) -> list[tuple[in
     """
     predictions: dict[int, Mapping[str, NDArray[Any]]] = {}
     for result in results:
-        path = evaluation_file(result.folder, SPLIT).with_suffix(".npz")
-        if not path.exists():
+        arrays = result.read_rotated()
+        if key not in arrays:
             return None
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                if key not in arrays:
-                    return None
-                predictions[result.recipe.orientations] = dict(arrays)
-        except Exception as error:  # damaged bytes raise errors of many types
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise RunError(f"{path} is damaged ({reason}). Evaluate the run again with --robustness.") from None
+        predictions[result.recipe.orientations] = arrays
     return list(predictions.items()) or None
 
 

@@ -1,8 +1,13 @@
 """Write the report of a study: an HTML page, tables and figures.
 
-The report contains the results of all finished runs of the study. The report folder contains `report.html`,
-`results.csv` (a row for each evaluation), `summary.csv` (a row for each network, with and without TTA, and each amount
-of training data), and the figures as PNG and PDF.
+The report contains the results of all finished runs of the study. The report folder contains `report.html`, the figures
+as PNG and PDF, and these tables:
+
+- `results.csv`: a row for each evaluation.
+- `summary.csv`: a row for each network, with and without TTA, and each amount of training data.
+- `claims.csv`: a row for each claim of the paper, with its answer.
+- `designs.csv`: a row for each pair of networks of two parts that differ only in the options of their networks.
+- `parts.csv`: a row for each part of the study: its data, its settings and its hardware.
 
 An amount of training data is called a *regime*. N is the number of orientations of a network. TTA is test-time
 augmentation: predictions are averaged over rotations of the input. "The paper" is Lafarge et al. (2020).
@@ -15,6 +20,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import mean, stdev
+
+import numpy as np
 
 import rotopath
 from rotopath import runs
@@ -31,7 +38,19 @@ from rotopath.reports.study_figures import (
     draw_scores,
 )
 from rotopath.studies.plan import count_operations
-from rotopath.studies.results import Estimate, StudyResult, Summary, check_provenance, read_results, summarize
+from rotopath.studies.results import (
+    Claim,
+    DesignComparison,
+    Estimate,
+    StudyResult,
+    Summary,
+    check_claims,
+    check_provenance,
+    find_designs,
+    margin,
+    read_results,
+    summarize,
+)
 from rotopath.tasks import PAPER, Classify, Detect, Segment
 from rotopath.writing import write_text
 
@@ -59,6 +78,20 @@ TABLE_TEXT = (
 )
 
 
+CLAIMS_TEXT = (
+    "Yes or no: the 95 % confidence interval of the difference is entirely above or below 0. Not decided: it contains "
+    "0, or there is one seed only. The difference is that of which the claim states that it is above 0: a difference "
+    "of scores or, for the last claim, of deviations over angles. About one of 40 such intervals lies on the wrong "
+    "side of 0 by chance."
+)
+DESIGNS_TEXT = (
+    "Networks of two parts whose recipes differ only in the options of the networks, such as preset = faithful. The "
+    "first of them is the paper's design. Differences are second minus first, mean over seeds, in brackets the 95 % "
+    "confidence interval. It includes the variation between cases, as in the tables above, except for changed "
+    "decisions and AUC: there, it is for other seeds on the same inputs."
+)
+
+
 def report(study: Path | str, out: Path | str | None = None) -> Path:
     """Write the HTML report, tables and figures of a study, and return the path of the HTML file.
 
@@ -71,19 +104,35 @@ def report(study: Path | str, out: Path | str | None = None) -> Path:
     for result in results:
         check_provenance(result)
     summaries = summarize(results)
-    rows = [_result_row(result) for result in results], [_summary_row(summary) for summary in summaries]
+    claims, designs = check_claims(results), find_designs(results)
+    parts = list(dict.fromkeys(result.part for result in results))
+    tables: dict[str, list[dict[str, object]]] = {
+        "results": [_result_row(result) for result in results],
+        "summary": [_summary_row(summary) for summary in summaries],
+        "claims": [_claim_row(claim) for claim in claims],
+        "designs": [_design_row(design) for design in designs],
+        "parts": [_part_row([result for result in results if result.part == part]) for part in parts],
+    }
     out.mkdir(parents=True, exist_ok=True)
-    for name, table in zip(("results.csv", "summary.csv"), rows, strict=True):
-        _write_csv(out / name, table)
+    for name, rows in tables.items():
+        if rows:
+            _write_csv(out / f"{name}.csv", rows)
+        else:
+            (out / f"{name}.csv").unlink(missing_ok=True)  # of an earlier report
     sections: list[Section] = []
-    for name in dict.fromkeys(result.part for result in results):
+    for name in parts:
         part = PartReport(
             name,
             [result for result in results if result.part == name],
             [summary for summary in summaries if summary.condition.part == name],
+            [claim for claim in claims if claim.part == name],
             out / "figures",
         )
         sections += part.sections()
+    if designs:
+        names = _column_names(tables["designs"])
+        cells = [[str(row.get(name, "")) for name in names] for row in tables["designs"]]
+        sections.append(Section("Designs", DESIGNS_TEXT, [names, *cells]))
     sections.append(cost_section(results))
     run_count = len({result.folder for result in results})
     footer = f"{run_count} runs, {len(results)} evaluations. Written by rotopath {rotopath.__version__}."
@@ -97,6 +146,7 @@ class PartReport:
     part: str  # name of the part
     results: Sequence[StudyResult]
     summaries: Sequence[Summary]
+    claims: Sequence[Claim]
     figures: Path  # folder for figures
 
     @property
@@ -133,9 +183,10 @@ class PartReport:
         return list(best.values())
 
     def sections(self) -> list[Section]:
-        """Return all sections: scores, comparison with the paper, rotated inputs, learning curves, settings."""
+        """Return all sections: scores, claims, comparison with the paper, rotated inputs, learning curves, settings."""
         return [
             *self._score_sections(),
+            *self._claim_sections(),
             self._published_section(),
             *self._rotation_sections(),
             Section(
@@ -187,6 +238,17 @@ class PartReport:
             )
             previous = regime
         return rows
+
+    def _claim_sections(self) -> list[Section]:
+        """Return a section with the answers to the paper's claims, if the part has the networks for any of them."""
+        if not self.claims:
+            return []
+        rows = [
+            [claim.text, claim.answer, _format_difference(claim.difference), "yes" if claim.is_stated else ""]
+            for claim in self.claims
+        ]
+        header = ["claim", "holds here", "difference", "stated in the paper"]
+        return [Section(f"{self.part}: the paper's claims", CLAIMS_TEXT, [header, *rows])]
 
     def _published_section(self) -> Section:
         """Return a section that compares scores with the paper, or states why they cannot be compared."""
@@ -380,16 +442,108 @@ def _summary_row(summary: Summary) -> dict[str, object]:
         "mean over fields": _format_over_fields(summary),
         "interval": _format_interval(summary.mean),
         "minus N=1": _format_difference(summary.over_plain),
-        "minus N=1 turned": _format_difference(summary.over_rotated),
+        "minus N=1 rotated": _format_difference(summary.over_rotated),
         "scatter": "" if summary.scatter is None else f"{summary.scatter:.4f}",
-        "changed": "" if summary.changed is None else f"{summary.changed:.3f}",
+        "changed, %": "" if summary.changed is None else f"{100 * summary.changed:.1f}",
     }
 
 
+def _claim_row(claim: Claim) -> dict[str, object]:
+    """Return the row of `claims.csv` for one claim."""
+    return {
+        "part": claim.part,
+        "claim": claim.text,
+        "stated in the paper": "yes" if claim.is_stated else "no",
+        "holds here": claim.answer,
+        "difference": _format_difference(claim.difference, 4),
+        "seeds": claim.seeds,
+    }
+
+
+def _design_row(design: DesignComparison) -> dict[str, object]:
+    """Return the row of `designs.csv` for one comparison. "First" is the paper's design, "second" has options."""
+    base, changed = design.base, design.changed
+    recipe = base[0].recipe
+    row = {
+        "part": changed[0].part,
+        "compared with": base[0].part,
+        "options": ", ".join(f"{key} = {value}" for key, value in design.options.items()),
+        "N": recipe.orientations,
+        "regime": "all" if recipe.regime is None else f"{recipe.regime:g}",
+        "steps": recipe.epochs * recipe.step_count,
+        "seeds": len(base),
+        "score": recipe.kind.score_name,
+    }
+    groups = (base, changed)
+    row |= _compare_values("score", [[result.score for result in group] for group in groups], 3)
+    row["score, difference"] = _format_difference(design.compare())
+    if all("rotation" in result.scores for group in groups for result in group):
+        rotation = [[result.scores["rotation"]["fair"] for result in group] for group in groups]
+        row |= _compare_values("scatter", [[angles["deviation"] for angles in group] for group in rotation], 4)
+        if (over_cases := design.compare(lambda result: result.scatter_terms)) is not None:
+            row["scatter, difference"] = _format_difference(over_cases, 4)
+        row |= _compare_values("changed, %", [[100 * angles["changed"] for angles in group] for group in rotation], 1)
+    if all("auc" in result.scores for group in groups for result in group):
+        row |= _compare_values("AUC", [[float(result.scores["auc"]) for result in group] for group in groups], 3)
+    return row
+
+
+def _compare_values(name: str, values: Sequence[Sequence[float]], digits: int) -> dict[str, object]:
+    """Return three columns: two groups of values, one for each seed, and their mean difference, with its interval."""
+    first, second = (np.array(group) for group in values)
+    differences = second - first
+    value, half_width = float(differences.mean()), margin(differences)
+    interval = f" [{value - half_width:+.{digits}f}, {value + half_width:+.{digits}f}]" if len(differences) > 1 else ""
+    return {
+        f"{name}, first": _format_values(values[0], digits),
+        f"{name}, second": _format_values(values[1], digits),
+        f"{name}, difference": f"{value:+.{digits}f}{interval}",
+    }
+
+
+def _part_row(results: Sequence[StudyResult]) -> dict[str, object]:
+    """Return the row of `parts.csv` for one part of a study. A cell has several values if runs differ."""
+    recipe = results[0].recipe
+    by_folder = {result.folder: result for result in results}
+    records = [result.provenance for result in by_folder.values()]
+    steps = sorted({result.recipe.step_count for result in results})
+    return {
+        "part": results[0].part,
+        "task": recipe.task,
+        "data": ", ".join(sorted({record["data"]["source"] for record in records})),
+        "images": ", ".join(sorted({str(record["data"]["images"]) for record in records})),
+        "test cases": len(results[0].score_terms),
+        "trainings": len(by_folder),
+        "evaluations": len(results),
+        "seeds": len({result.recipe.seed for result in results}),
+        "epochs": recipe.epochs,
+        "steps of an epoch": " to ".join(str(count) for count in dict.fromkeys((steps[0], steps[-1]))),
+        "steps": recipe.epochs * steps[-1],
+        "batch": recipe.batch_size,
+        "learning rate": f"{recipe.learning_rate:g}",
+        "schedule": recipe.schedule,
+        "kept": recipe.keep,
+        "precision": recipe.precision,
+        "torch": ", ".join(sorted({record["packages"]["torch"] for record in records})),
+        "hardware": ", ".join(sorted({record["hardware"]["device"] for record in records})),
+        "commit": ", ".join(sorted({str(record.get("commit")) for record in records})),
+    }
+
+
+def _format_values(values: Sequence[float], digits: int) -> str:
+    """Format the mean of values, and ± their standard deviation if there are several."""
+    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def _column_names(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return the names of all columns of a table."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
 def _write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows to a CSV file atomically. The keys of the first row are the header."""
+    """Write rows to a CSV file atomically. A cell is empty if a row has no value of this name."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, _column_names(rows), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, text.getvalue())
@@ -404,8 +558,7 @@ def _format_over_fields(summary: Summary) -> str:
     """Format the mean of the scores of all fields, and ± its standard deviation over seeds; "" if it is not known."""
     if not all("mean_f1" in result.scores for result in summary.results):
         return ""
-    values = [float(result.scores["mean_f1"]) for result in summary.results]
-    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+    return _format_values([float(result.scores["mean_f1"]) for result in summary.results], 3)
 
 
 def _format_interval(estimate: Estimate) -> str:
@@ -413,13 +566,14 @@ def _format_interval(estimate: Estimate) -> str:
     return f"[{estimate.low:.3f}, {estimate.high:.3f}]" if estimate.has_interval else "–"
 
 
-def _format_difference(difference: Estimate | None) -> str:
-    """Format a mean difference of scores with its 95 % confidence interval.
+def _format_difference(difference: Estimate | None, digits: int = 3) -> str:
+    """Format a mean difference of scores with its 95 % confidence interval, with this number of decimals.
 
     Return "–" if `difference` is None, that is, if there is no result to compare with. The interval is left out if it
     could not be computed.
     """
     if difference is None:
         return "–"
-    interval = f" [{difference.low:+.3f}, {difference.high:+.3f}]" if difference.has_interval else ""
-    return f"{difference.value:+.3f}{interval}"
+    low, high = f"{difference.low:+.{digits}f}", f"{difference.high:+.{digits}f}"
+    interval = f" [{low}, {high}]" if difference.has_interval else ""
+    return f"{difference.value:+.{digits}f}{interval}"

@@ -16,7 +16,7 @@ part of the study to which the job belongs (see `rotopath.studies.plan`). The at
 
 If the jobs mine hard examples, the jobs of a part with the same amount of training data share a baseline network, an
 ordinary CNN, and its hard examples. They are in the folder `PART/baseline`, such as `mitosis/baseline-regime4`. The
-first job that needs them trains the baseline; the others wait.
+first job that needs them trains the baseline; the others are submitted when the hard examples are found.
 
 A process of jobs runs this module as a program, `python -m rotopath.studies.jobs PARENT_PROCESS_ID`, and runs one job
 after another, so that it imports packages and prepares the GPU only once. It reads a line for each job, a JSON list
@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -157,25 +157,46 @@ def _run_jobs(jobs: Sequence[Job], out: Path, submit: Submit, on_progress: OnPro
     _prepare_files(jobs, out)
     states = {job: read_state(job, out) for job in jobs}
     futures: dict[Job, JobFuture] = {}
+    waiting = [job for job in jobs if states[job].state != "done"]
+    for job in waiting:
+        job_file(out, job.name, "failed").unlink(missing_ok=True)
     try:
-        for job in jobs:
-            if states[job].state != "done":
-                job_file(out, job.name, "failed").unlink(missing_ok=True)
-                futures[job] = submit(str(job_file(out, job.name, "toml").resolve()), job.rotations, str(Path.cwd()))
-        while futures:
+        while waiting or futures:
+            for job in list(waiting):
+                if not _waits_for_hard_examples(job, futures, out):
+                    waiting.remove(job)
+                    recipe = str(job_file(out, job.name, "toml").resolve())
+                    futures[job] = submit(recipe, job.rotations, str(Path.cwd()))
             for job, future in list(futures.items()):
                 if future.done():
                     states[job] = _read_final_state(job, futures.pop(job), out)
                 else:
                     states[job] = read_state(job, out)
             on_progress(states)
-            time.sleep(READ_STATES_EVERY_S if futures else 0)
+            time.sleep(READ_STATES_EVERY_S if waiting or futures else 0)
     finally:
         for job, future in futures.items():
             if not future.cancel():
                 job_file(out, job.name, "stop").touch()
     on_progress(states)
     return states
+
+
+def _waits_for_hard_examples(job: Job, submitted: Collection[Job], out: Path) -> bool:
+    """Return whether one of the jobs in `submitted` finds the hard examples that a job needs.
+
+    Such a job is submitted later, so that it takes no process from others while it waits, and so that no two jobs train
+    the same baseline on file systems without locks.
+    """
+    if job.recipe.mining is None or (baseline_folder(job.recipe, out / job.part) / runs.MINED).exists():
+        return False
+    same = job.part, job.recipe.regime
+    return any((other.part, other.recipe.regime) == same for other in submitted)
+
+
+def baseline_folder(recipe: Recipe, part: Path) -> Path:
+    """Return the folder of the baseline that finds hard examples for a recipe; `part` is the folder of the part."""
+    return part / f"baseline{name_regime(recipe)}"
 
 
 def read_state(job: Job, out: Path) -> JobState:
@@ -532,13 +553,13 @@ def run_job(path: Path, rotations: int) -> None:
 def find_shared_examples(recipe: Recipe, part: Path, progress: "_ProgressFile") -> Path:
     """Return the CSV file with the hard examples for a recipe, which all jobs with as much training data share.
 
-    The first job trains the baseline network; the others wait until it is trained. `part` is the folder of the part of
+    The first job trains the baseline network. `part` is the folder of the part of
     the study. Raises RunError if the folder of the baseline was written for other settings.
     """
-    from rotopath.training.loop import find_hard_examples, make_baseline_recipe
+    from rotopath.training.loop import find_hard_examples
 
-    folder = part / f"baseline{name_regime(recipe)}"
-    shared = replace(make_baseline_recipe(recipe), mining=recipe.mining)
+    folder = baseline_folder(recipe, part)
+    shared = replace(recipe.baseline, mining=recipe.mining)
     progress.write("waiting", step=0, steps=1)
     with hold_lock(folder, wait_s=None):
         if (known := folder / runs.RECIPE).exists() and (key := find_changed_key(read_recipe(known), shared)):

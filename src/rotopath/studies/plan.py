@@ -106,16 +106,20 @@ class Study:
 
 
 def estimate_gpu_hours(study: Study) -> float | None:
-    """Return how long the trainings of a study take at most on an NVIDIA H200, in hours, if several share the GPU.
+    """Return how long the training steps of a study take on an NVIDIA H200, in hours, if several trainings share it.
 
-    None if a network cannot be measured, such as one of the user that fails; its job will report the error. Evaluations
-    are not included. The number of steps of a pass is counted in the data; if the data cannot be opened,
-    LEAST_PASS_STEPS is assumed.
+    The steps of baseline networks that find hard examples are included, one network for each part and amount of
+    training data. Validation, the choice of thresholds and evaluations are not included. On small datasets, they take
+    longer than the steps; in `studies/samples.toml`, everything together took several times as long.
+
+    None if a network cannot be measured, such as one of the user that fails; its job will report the error. The number
+    of steps of a pass is counted in the data; if the data cannot be opened, LEAST_PASS_STEPS is assumed.
     """
     seconds_per_step: dict[Recipe, float] = {}
     seconds = 0.0
-    for job in study.jobs:
-        recipe = job.recipe
+    trainings = [job.recipe for job in study.jobs]
+    mined = {(job.part, job.recipe.regime): job.recipe.baseline for job in study.jobs if job.recipe.mining is not None}
+    for recipe in (*trainings, *mined.values()):
         network = replace(recipe, seed=0, regime=None, steps=1)  # what the time of a step depends on
         try:
             if network not in seconds_per_step:

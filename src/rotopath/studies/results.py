@@ -8,12 +8,12 @@ A *case* is a patient, or, for patches, a slide. If patients or slides are unkno
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from rotopath import runs
 from rotopath.evaluation import evaluation_file, read_scores
 from rotopath.metrics.classification import MIN_CASES
 from rotopath.model_file import RunError, read_json
-from rotopath.recipe import Recipe
+from rotopath.recipe import NetworkOptions, Recipe, find_changed_key
 from rotopath.studies.plan import PLAIN, SPLIT
 
 RESAMPLES, RESAMPLES_PER_BATCH = 2000, 100  # bootstrap: number of resamples in total, and number computed at a time
@@ -64,6 +64,38 @@ class StudyResult:
         The main score is the sum of all numerators divided by the sum of all denominators.
         """
         return self.recipe.kind.score_terms(self.scores)
+
+    @cached_property
+    def scatter_terms(self) -> dict[str, tuple[float, float]]:
+        """Two numbers for each case: the sum of the scatter of its inputs, and the number of inputs.
+
+        The scatter of an input is the standard deviation of its predicted probability over rotation angles. Evaluations
+        of earlier versions have no numbers for cases. There, each input in the file for figures is a case: a window, or
+        a field. Without this file, everything is one case. If the scatter was not measured, there are no cases.
+        """
+        if (cases := self.scores.get("rotation", {}).get("cases")) is not None:
+            return {case: (float(total), float(count)) for case, (total, count) in cases.items()}
+        arrays = self.read_rotated()
+        if "fair" in arrays:
+            deviations = arrays["fair"].std(axis=0, dtype=np.float64)  # (windows,)
+        elif "objects_deviation" in arrays:
+            deviations = arrays["objects_deviation"].astype(np.float64).mean(axis=(1, 2))  # (fields,)
+        else:
+            mean = self.scores.get("rotation", {}).get("fair", {}).get("deviation")
+            deviations = np.array([] if mean is None else [mean])
+        return {str(i): (float(deviation), 1.0) for i, deviation in enumerate(deviations)}
+
+    def read_rotated(self) -> Mapping[str, NDArray[Any]]:
+        """Return the predictions for rotated inputs, arrays by name; {} if there is no file. They are for figures."""
+        path = evaluation_file(self.folder, SPLIT).with_suffix(".npz")
+        if not path.exists():
+            return {}
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return dict(arrays)
+        except Exception as error:  # damaged bytes raise errors of many types
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RunError(f"{path} is damaged ({reason}). Evaluate the run again with --robustness.") from None
 
     @cached_property
     def validation_score(self) -> float:
@@ -215,8 +247,149 @@ def summarize(results: Sequence[StudyResult]) -> list[Summary]:
     return summaries
 
 
-def estimate(results: Sequence[StudyResult], minus: Sequence[StudyResult] = ()) -> Estimate:
+# The paper's claims
+
+
+Answer = Literal["yes", "no", "not decided"]
+# Regimes, by task, for which the paper claims that less training data is enough
+LESS_DATA_CLAIMS: Mapping[str, Sequence[float]] = {"tumor": (0.75, 0.5, 0.25)}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of Lafarge et al. (2020), checked on one part of a study.
+
+    `difference` is the difference of which the claim states that it is above 0. `is_stated` is whether the paper states
+    the claim for this task; otherwise it is the same question, asked for another task or amount of training data.
+    """
+
+    part: str
+    text: str  # such as "N=8 scores above N=1"
+    is_stated: bool
+    difference: Estimate
+    seeds: int  # number of seeds of the networks that are compared
+
+    @property
+    def answer(self) -> Answer:
+        """Whether the claim holds on these data. One seed decides nothing: it does not show how other seeds differ."""
+        return decide(self.difference) if self.seeds > 1 else "not decided"
+
+
+def decide(difference: Estimate) -> Answer:
+    """Answer whether a difference is above 0.
+
+    "yes" or "no" if the whole 95 % confidence interval is above or below 0, "not decided" if it contains 0, or if there
+    is no interval.
+
+    >>> from rotopath.studies.results import Estimate, decide
+    >>> decide(Estimate(0.03, 0.01, 0.05)), decide(Estimate(0.03, -0.01, 0.07)), decide(Estimate(-0.03, -0.05, -0.01))
+    ('yes', 'not decided', 'no')
+    """
+    if difference.has_interval and difference.low > 0:
+        return "yes"
+    if difference.has_interval and difference.high < 0:
+        return "no"
+    return "not decided"
+
+
+def check_claims(results: Sequence[StudyResult]) -> list[Claim]:
+    """Check the claims of the paper on each part of a study. Claims about networks that a part lacks are left out."""
+    by_condition: dict[Condition, list[StudyResult]] = {}
+    for result in results:
+        by_condition.setdefault(result.condition, []).append(result)
+    claims = []
+    for part in dict.fromkeys(result.part for result in results):
+        conditions = [condition for condition in by_condition if condition.part == part]
+        members = by_condition[conditions[0]]
+        task, kind = members[0].recipe.task, members[0].recipe.kind
+        full = conditions[0].regime  # the largest one
+        rotations = max(condition.rotations for condition in conditions if condition.regime == full)
+
+        def find(n: int, regime: float | None, rotations: int = 1, part: str = part) -> Sequence[StudyResult]:
+            return by_condition.get(Condition(part, regime, n, rotations), [])
+
+        plain, rotated = find(PLAIN, full), find(PLAIN, full, rotations) if rotations > 1 else []
+        checks = [
+            ("N=8 scores above N=1", True, find(8, full), plain),
+            ("N=8 scores above N=1 with rotated inputs", True, find(8, full), rotated),
+            ("N=4 scores above N=1 with rotated inputs", True, find(4, full), rotated),
+            ("N=16 scores below N=8", True, find(8, full), find(16, full)),
+        ]
+        for regime in dict.fromkeys(condition.regime for condition in conditions):
+            if regime is not None and full is not None and regime < full:
+                less, more = kind.describe_regime(regime), kind.describe_regime(full)
+                for n in (4, 8):
+                    text = f"N={n} with {less} scores above N=1 with {more} and rotated inputs"
+                    checks.append((text, regime in LESS_DATA_CLAIMS.get(task, ()), find(n, regime), rotated))
+        for text, is_stated, ours, others in checks:
+            if (difference := _compare(ours, others)) is not None:
+                claims.append(Claim(part, text, is_stated, difference, _count_common_seeds(ours, others)))
+        text, eight = "predictions of N=8 scatter less under rotation than those of N=1", find(8, full)
+        if (difference := _compare(plain, eight, lambda result: result.scatter_terms)) is not None:
+            claims.append(Claim(part, text, True, difference, _count_common_seeds(plain, eight)))
+    return claims
+
+
+def _count_common_seeds(results: Sequence[StudyResult], others: Sequence[StudyResult]) -> int:
+    return len({result.recipe.seed for result in results} & {other.recipe.seed for other in others})
+
+
+# Designs
+
+
+@dataclass(frozen=True)
+class DesignComparison:
+    """Runs of two parts of a study that differ only in the options of their networks, compared seed by seed."""
+
+    base: tuple[StudyResult, ...]  # networks with the default options, such as the paper's design
+    changed: tuple[StudyResult, ...]  # networks with other options, the same seeds in the same order
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the networks `changed` that differ from the default."""
+        default = self.base[0].recipe.network_options
+        options = self.changed[0].recipe.network_options
+        return {key: value for key, value in options.items() if value != default.get(key)}
+
+    def compare(self, terms: "ReadTerms | None" = None) -> Estimate | None:
+        """Return the difference of the main score, or of the mean with these terms: `changed` minus `base`."""
+        return _compare(self.changed, self.base, terms or (lambda result: result.score_terms))
+
+
+def find_designs(results: Sequence[StudyResult]) -> list[DesignComparison]:
+    """Return all pairs of networks with default and other options whose recipes are otherwise equal, no rotations."""
+    groups: dict[tuple[str, Recipe], dict[int, StudyResult]] = {}  # without the seed
+    for result in results:
+        if result.rotations == 1:
+            groups.setdefault((result.part, replace(result.recipe, seed=0)), {})[result.recipe.seed] = result
+    pairs = []
+    for (_, recipe), base in groups.items():
+        if replace(recipe, network_options=NetworkOptions()) != recipe:
+            continue  # it has other options than the default
+        for (_, other), changed in groups.items():
+            seeds = [seed for seed in base if seed in changed]
+            same = replace(recipe, network_options=other.network_options)
+            if seeds and other.network_options != recipe.network_options and find_changed_key(same, other) is None:
+                ours = tuple(changed[seed] for seed in seeds)
+                pairs.append(DesignComparison(tuple(base[seed] for seed in seeds), ours))
+    return pairs
+
+
+# Intervals
+
+
+ReadTerms = Callable[[StudyResult], Mapping[str, tuple[float, float]]]  # returns two numbers for each case of a result
+
+
+def estimate(
+    results: Sequence[StudyResult],
+    minus: Sequence[StudyResult] = (),
+    terms: ReadTerms = lambda result: result.score_terms,
+) -> Estimate:
     """Return the mean of the main score over seeds, with its 95 % confidence interval.
+
+    `terms` returns the two numbers of each case from which the score is computed, see `StudyResult.score_terms`. Others
+    give other means, such as that of the scatter.
 
     `results` contains one result for each seed. If `minus` is not empty, return the mean difference instead: the score
     of each result minus the score of the result with the same seed in `minus`. Both sequences must have the same seeds,
@@ -228,15 +401,16 @@ def estimate(results: Sequence[StudyResult], minus: Sequence[StudyResult] = ()) 
     is over cases only. With fewer than `MIN_CASES` cases, the ends of the interval are NaN. Raises RunError if the runs
     were tested on different cases.
     """
-    cases = list(results[0].score_terms)
+    terms_of = {id(result): terms(result) for result in (*results, *minus)}
+    cases = list(terms_of[id(results[0])])
     for other in (*results, *minus):
-        if other.score_terms.keys() != results[0].score_terms.keys():
+        if terms_of[id(other)].keys() != terms_of[id(results[0])].keys():
             raise RunError(
                 f"{other.folder} was tested on different cases than {results[0].folder}; evaluate both "
                 f"runs on the same data."
             )
     ours, others = (
-        np.array([[result.score_terms[case] for case in cases] for result in group]) for group in (results, minus)
+        np.array([[terms_of[id(result)][case] for case in cases] for result in group]) for group in (results, minus)
     )
     values = _differences(ours, others, np.ones((1, len(cases))))[0]  # (seeds,)
     value = float(values.mean())
@@ -264,17 +438,24 @@ def margin(values: NDArray[np.float64]) -> float:
     return float(t.ppf(INTERVAL[1], len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
 
 
-def _compare(results: Sequence[StudyResult], others: Sequence[StudyResult]) -> Estimate | None:
+def _compare(
+    results: Sequence[StudyResult],
+    others: Sequence[StudyResult],
+    terms: ReadTerms = lambda result: result.score_terms,
+) -> Estimate | None:
     """Return the mean difference of scores, `results` minus `others`, over the seeds that occur in both sequences.
 
-    Returns None if no seed occurs in both sequences, or if both sequences contain the same results.
+    `terms` are those of `estimate`. Returns None if no seed occurs in both sequences, if both sequences contain the
+    same results, or if a result has no terms.
     """
     by_seed = {other.recipe.seed: other for other in others}
     pairs = [(result, by_seed[result.recipe.seed]) for result in results if result.recipe.seed in by_seed]
     if not pairs or any(result is other for result, other in pairs):
         return None
     ours, theirs = zip(*pairs, strict=True)
-    return estimate(ours, theirs)
+    if not all(terms(result) for result in (*ours, *theirs)):
+        return None
+    return estimate(ours, theirs, terms)
 
 
 def _differences(

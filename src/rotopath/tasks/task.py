@@ -11,6 +11,7 @@ A network maps images (B, 3, H, W) to logits (B, K, h, w): K channels at h × w 
 *output* is one of these positions. The property `Task.outputs` is the number K.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -246,7 +247,8 @@ class Task(ABC):
     @classmethod
     def describe_regime(cls, amount: float) -> str:
         """Return the amount of training data of a regime with its unit, such as "20 images", for reports."""
-        return f"{amount:g} {cls.regime_unit}"
+        unit = cls.regime_unit if amount != 1 else re.sub(r"s\b", "", cls.regime_unit, count=1)  # "1 case"
+        return f"{amount:g} {unit}"
 
     def require_regime(self, amount: float) -> None:
         """Raise DataError if `amount` is not a valid amount of training data for a regime."""

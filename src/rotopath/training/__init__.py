@@ -11,7 +11,8 @@ The run folder also gets the *provenance* of the model: software versions, seed,
 On a single GPU, `rotopath.nn.graphs` records the passes of the network as a CUDA graph, which makes training faster.
 """
 
-from rotopath.training.checkpoint import MINED, can_resume, read_hard_examples
+from rotopath.runs import MINED
+from rotopath.training.checkpoint import can_resume, read_hard_examples
 from rotopath.training.distributed import is_first_process
 from rotopath.training.loop import name_folder, train
 

@@ -49,7 +49,6 @@ from rotopath.recipe import Recipe, find_changed_key, format_recipe
 from rotopath.tasks import HardExample, Task
 from rotopath.writing import atomic_file, write_bytes, write_json, write_text
 
-MINED = "mined.csv"
 MINED_COLUMNS = ("image", "row", "column", "score")
 RESUME, KEPT = "resume.ckpt", "kept.safetensors"  # removed when the run is finished
 BASELINE, TENSORBOARD = "baseline", "tensorboard"  # subfolders: the run that finds hard examples, and a log
@@ -91,7 +90,7 @@ def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset, parent: runs.
 
 def can_resume(folder: Path) -> bool:
     """Return whether a training in a run folder, or that of its baseline network, has written a checkpoint."""
-    return any((folder / name).exists() for name in (RESUME, MINED, Path(BASELINE) / RESUME))
+    return any((folder / name).exists() for name in (RESUME, runs.MINED, Path(BASELINE) / RESUME))
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -424,7 +423,7 @@ def index_hard_examples(examples: Sequence[HardExample], task: Task, samples: Se
     index_of = {sample.name: index for index, sample in enumerate(samples)}
     if unknown := [example.image for example in examples if example.image not in index_of]:
         raise DataError(
-            f"The image {unknown[0]!r} of a hard example in {MINED} is not among the training images; restore the "
+            f"The image {unknown[0]!r} of a hard example in {runs.MINED} is not among the training images; restore the "
             f"data, or choose another folder with --out."
         )
     positions = [(index_of[example.image], example.row, example.column) for example in examples]

@@ -30,14 +30,13 @@ from rotopath.model_file import WEIGHTS, load_weights, pack_weights, read_json, 
 from rotopath.models import DenseNetwork
 from rotopath.models.protocols import unwrap
 from rotopath.nn import graphs
-from rotopath.recipe import PASS, NetworkOptions, Recipe, RecipeError, make_recipe, read_recipe
+from rotopath.recipe import PASS, Recipe, RecipeError, make_recipe, read_recipe
 from rotopath.runs import Parent, Run, find_parent
 from rotopath.tasks import PAPER, Task, TrainingWindow
 from rotopath.tasks.task import Evidence, Loss
 from rotopath.training.checkpoint import (
     BASELINE,
     KEPT,
-    MINED,
     RESUME,
     Row,
     RunRecorder,
@@ -60,10 +59,9 @@ from rotopath.training.distributed import (
 )
 from rotopath.writing import hold_lock, write_bytes, write_json, write_text
 
-PLAIN = 1  # orientations of an ordinary CNN
 TRAINING, SCORING = "training", "scoring"  # stages; the first stage is BASELINE, which is also the name of a subfolder
 OnProgress = Callable[[str, Row], None]  # receives the stage and a dictionary; see `train`
-REGIME_SEED = BASELINE_SEED = 0  # the same training data of a regime, and the same baseline, in all runs
+REGIME_SEED = 0  # the same training data of a regime in all runs
 VALIDATION_SEED = 1_000_003  # the same validation windows in all runs, so that validation losses can be compared
 
 
@@ -124,8 +122,8 @@ def train(
         on_message(_describe_steps(plan.recipe, can_resume(folder)))
         mined = None
         if plan.recipe.mining is not None:
-            if hard_examples is not None and not (folder / MINED).exists():
-                run_on_first_process(lambda: write_text(folder / MINED, hard_examples.read_text(encoding="utf-8")))
+            if hard_examples is not None and not (folder / runs.MINED).exists():
+                run_on_first_process(lambda: write_text(folder / runs.MINED, hard_examples.read_text(encoding="utf-8")))
             examples = read_hard_examples(find_hard_examples(plan.recipe, folder, on_progress, plan))
             mined = index_hard_examples(examples, plan.task, plan.samples)
         network, device = fit(plan, loss, folder, mined, partial(on_progress, TRAINING))
@@ -323,18 +321,18 @@ def find_hard_examples(
 ) -> Path:
     """Find the hard examples for a recipe with a table `[mining]`, and return the CSV file with them.
 
-    The hard examples are the worst mistakes of a baseline network (`make_baseline_recipe`) on the training samples. It
+    The hard examples are the worst mistakes of a baseline network (`Recipe.baseline`) on the training samples. It
     is trained in the subfolder `baseline` of `folder`; its mistakes are written to `mined.csv` in `folder`. If this
     file exists, nothing is trained. `plan` is the training plan of the recipe, if it is known.
     """
-    path = folder / MINED
+    path = folder / runs.MINED
     if recipe.mining is None:
         return path
     if path.exists():
         (folder / BASELINE / RESUME).unlink(missing_ok=True)  # of a process that was killed after the mining
         return path
     plan = plan or make_plan(recipe)
-    plan = replace(plan, recipe=make_baseline_recipe(plan.recipe), parent=None)
+    plan = replace(plan, recipe=plan.recipe.baseline, parent=None)
     if is_first_process():
         (folder / BASELINE).mkdir(parents=True, exist_ok=True)
     network, device = fit(plan, make_loss(plan), folder / BASELINE, None, partial(on_progress, BASELINE))
@@ -342,27 +340,6 @@ def find_hard_examples(
     run_on_first_process(partial(mine, path))
     (folder / BASELINE / RESUME).unlink(missing_ok=True)
     return path
-
-
-def make_baseline_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe of the baseline network that finds the hard examples for a recipe with a table `[mining]`.
-
-    The baseline network is an ordinary CNN (N = 1) with random weights, the seed BASELINE_SEED and the other settings
-    of the recipe; the paper's networks have their default options. So recipes that differ only in orientations, options
-    of the paper's networks and seed have the same baseline.
-    """
-    assert recipe.mining is not None
-    options = NetworkOptions() if recipe.network_name in PAPER else recipe.network_options
-    return replace(
-        recipe,
-        orientations=PLAIN,
-        seed=BASELINE_SEED,
-        epochs=recipe.mining.epochs,
-        network_options=options,
-        mining=None,
-        from_=None,
-        frozen_stages=0,
-    )
 
 
 # Fit the network
