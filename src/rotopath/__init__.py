@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from rotopath.auditing import audit
     from rotopath.evaluation import evaluate
     from rotopath.exporting import export
-    from rotopath.metrics import equivariance_error
+    from rotopath.metrics import equivariance_error, equivariance_report
     from rotopath.models.convert import equivariant
+    from rotopath.models.convert.cost import conversion_report
     from rotopath.models.freeze import freeze
     from rotopath.models.symmetrize import symmetrize
     from rotopath.recipe import Recipe
@@ -49,8 +50,10 @@ __all__ = [
     "Recipe",
     "audit",
     "auditing",
+    "conversion_report",
     "data",
     "equivariance_error",
+    "equivariance_report",
     "equivariant",
     "evaluate",
     "evaluation",
@@ -79,7 +82,9 @@ __all__ = [
 _HOMES = {  # for each public function and class: the module that defines it
     "Recipe": "rotopath.recipe",
     "audit": "rotopath.auditing",
+    "conversion_report": "rotopath.models.convert.cost",
     "equivariance_error": "rotopath.metrics",
+    "equivariance_report": "rotopath.metrics",
     "equivariant": "rotopath.models.convert",
     "evaluate": "rotopath.evaluation",
     "export": "rotopath.exporting",

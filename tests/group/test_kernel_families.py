@@ -30,14 +30,18 @@ def condition_number(rotation: Tensor) -> float:
 
 @pytest.mark.parametrize("kernel", group.KERNELS)
 @pytest.mark.parametrize("size", SIZES)
-def test_every_family_has_as_many_weights_as_the_disc_has_entries(size: int, kernel: str) -> None:
+def test_every_family_has_as_many_weights_as_the_disc_or_the_square_has_entries(size: int, kernel: str) -> None:
     rotation = group.rotation_map(size, 8, kernel)
-    assert rotation.shape == (8, size**2, int(group.disc_mask(size).sum()))
+    taps = size**2 if kernel == "square" else int(group.disc_mask(size).sum())
+    assert rotation.shape == (8, size**2, taps)
+    assert group.count_taps(size, kernel) == taps
     assert rotation.dtype == torch.float64
 
 
 def test_an_unknown_family_is_refused() -> None:
-    with pytest.raises(ValueError, match="kernel must be one of 'bilinear', 'gaussian', 'harmonic'; got 'cubic'"):
+    with pytest.raises(
+        ValueError, match="kernel must be one of 'bilinear', 'gaussian', 'harmonic', 'square'; got 'cubic'"
+    ):
         group.rotation_map(5, 8, "cubic")
 
 

@@ -200,13 +200,34 @@ def test_the_bias_is_shared_over_orientations() -> None:
 def test_gradients_pass_gradcheck() -> None:
     conv = rp.nn.GroupConv2d(2, 2, 3, 8, dtype=torch.float64)
     lift = rp.nn.LiftConv2d(2, 2, 3, 8, dtype=torch.float64)
-    for layer, shape in ((conv, (1, 2, 8, 4, 4)), (lift, (1, 2, 4, 4))):
+    up = rp.nn.GroupConvTranspose2d(2, 2, 3, 4, stride=2, dtype=torch.float64)
+    for layer, shape in ((conv, (1, 2, 8, 4, 4)), (lift, (1, 2, 4, 4)), (up, (1, 2, 4, 3, 3))):
         x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
         def apply(x: Tensor, weight: Tensor, bias: Tensor, layer: nn.Module = layer) -> Tensor:
             return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, x)
 
         assert torch.autograd.gradcheck(apply, (x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_transposed_convolution_with_one_orientation_is_that_of_torch(groups: int) -> None:
+    conv = rp.nn.GroupConvTranspose2d(4, 6, 3, 1, stride=2, padding=1, groups=groups, kernel="square")
+    plain = nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, groups=groups)
+    with torch.no_grad():
+        plain.weight.copy_(conv.transposed_kernels())
+        plain.bias.copy_(conv.bias)
+    x = torch.randn(2, 4, 5, 6)
+    torch.testing.assert_close(conv(x[:, :, None])[:, :, 0], plain(x))
+    kernel = plain.weight[0, 0]  # of the first input and output channel, as torch stores it: rotated by 180°
+    torch.testing.assert_close(conv.weight[0, 0, 0].view(3, 3), kernel.flip(0, 1))
+
+
+def test_a_square_kernel_has_weights_at_its_corners() -> None:
+    conv = rp.nn.LiftConv2d(1, 1, 5, 8, kernel="square")
+    assert conv.weight.shape[-1] == 25
+    torch.testing.assert_close(conv.kernels()[0].flatten(), conv.weight.flatten())
+    torch.testing.assert_close(conv.kernels()[2], conv.kernels()[0].rot90(1, (1, 2)))
 
 
 def test_features_stay_channels_last() -> None:
@@ -309,7 +330,8 @@ def test_repr_lists_options_that_differ_from_the_default() -> None:
     ("arguments", "message"),
     [
         ({"orientations": 0}, r"orientations must be a whole number, 1 or more .* got 0"),
-        ({"kernel_size": 4}, r"kernel_size must be odd .* got 4"),
+        ({"kernel_size": 4, "kernel": "harmonic"}, r"kernel='harmonic' needs an odd kernel_size, .* got 4"),
+        ({"kernel_size": 4, "padding": "same"}, r"accepts padding 'same' for odd kernels only"),
         (
             {"kernel_size": (3, 5)},
             r"'kernel_size' of .* must be a whole number, 1 or more, the same for height and width; got \(3, 5\)",
@@ -319,7 +341,10 @@ def test_repr_lists_options_that_differ_from_the_default() -> None:
         ({"padding": -1}, r"'padding' of .* must be a whole number, 0 or more"),
         ({"padding": "full"}, r"The argument 'padding' of .* must be 'same' or 'valid'; got 'full'"),
         ({"padding": "same", "stride": 2}, r"accepts padding 'same' at stride 1 only; got stride 2"),
-        ({"kernel": "cubic"}, r"'kernel' of .* must be 'bilinear' or 'gaussian' or 'harmonic'; got 'cubic'"),
+        (
+            {"kernel": "cubic"},
+            r"'kernel' of .* must be 'bilinear' or 'gaussian' or 'harmonic' or 'square'; got 'cubic'",
+        ),
         ({"padding_mode": "mirror"}, r"'padding_mode' of .* must be 'zeros' or .* got 'mirror'"),
         ({"pool": 0}, r"'pool' of .* must be a whole number, 1 or more; got 0"),
         ({"pool": 2, "stride": 2}, r"pool=2 needs stride=1 and dilation=1; got stride=2 and dilation=1"),

@@ -61,6 +61,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "padded avg pool": lambda: rp.nn.GroupAvgPool2d(4, stride=2, padding=2),
     "nearest": lambda: rp.nn.GroupUpsample2d(2),
     "bilinear": lambda: rp.nn.GroupUpsample2d(3, mode="bilinear"),
+    "group norm of each orientation": lambda: rp.nn.GroupNorm2d(2, 4, per_orientation=True),
+    "layer norm of each orientation": lambda: rp.nn.GroupLayerNorm2d(4, per_orientation=True),
+    "adaptive avg pool": lambda: rp.nn.GroupAdaptiveAvgPool2d(5),
+    "adaptive max pool": lambda: rp.nn.GroupAdaptiveMaxPool2d(5),
+    "filter": lambda: rp.nn.GroupFilter2d(torch.ones(3, 3), padding=1, pool=2),
+    "channel scale": lambda: rp.nn.ChannelScale(4),
+    "stochastic depth": lambda: rp.nn.StochasticDepth(0.5),
     "dropout": lambda: rp.nn.GroupDropout2d(0.5),
     "relu": nn.ReLU,
     "gelu": nn.GELU,
@@ -100,6 +107,30 @@ def test_layers_are_equivariant(
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     assert rp.equivariance_error(layer, features(orientations, dtype=dtype), angle) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("reflections", [False, True])
+@pytest.mark.parametrize("orientations", [4, 8])
+@pytest.mark.parametrize("kernel", group.KERNELS)
+def test_transposed_convolutions_and_even_kernels_are_equivariant(
+    kernel: str, orientations: int, reflections: bool
+) -> None:
+    settings = {"orientations": orientations, "kernel": kernel, "reflections": reflections, "dtype": torch.float64}
+    x = features(2 * orientations if reflections else orientations)
+    layers = [
+        rp.nn.GroupConvTranspose2d(4, 2, 3, stride=2, padding=1, groups=2, **settings),
+        rp.nn.GroupConvTranspose2d(4, 2, 5, dilation=2, bias=False, **settings),
+    ]
+    if kernel != "harmonic":
+        layers += [
+            rp.nn.GroupConvTranspose2d(4, 2, 2, stride=2, **settings),
+            rp.nn.GroupConv2d(4, 2, 2, stride=2, **settings),
+            rp.nn.GroupConv2d(4, 2, 4, padding=2, **settings),
+        ]
+    for layer in layers:
+        assert rp.equivariance_error(layer, x) < 1e-10
+        if reflections:
+            assert rp.equivariance_error(layer, x, 0, flip=True) < 1e-10
 
 
 @given(

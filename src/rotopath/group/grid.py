@@ -112,13 +112,13 @@ def disc_mask(size: int) -> Tensor:
     """Return a mask (size, size) of the kernel entries whose centers are inside the disc of diameter `size`.
 
     Kernels have learned weights for these entries only, because other entries leave the kernel at some rotations. P is
-    the number of these entries. `size` must be odd.
+    the number of these entries. The center of a kernel of even size is the corner between its four central entries.
 
     >>> int(rp.group.disc_mask(5).sum())
     21
     """
-    if size < 1 or size % 2 == 0:
-        raise ValueError(f"kernel_size must be odd and at least 1, so that the kernel has a center pixel; got {size}.")
+    if size < 1:
+        raise ValueError(f"kernel_size must be at least 1; got {size}.")
     squared = centered_coordinates(size) ** 2
     return squared[:, None] + squared[None, :] <= (size / 2) ** 2
 

@@ -1,12 +1,15 @@
 """Compute rotated kernels from learned base weights, with one of three kernel families.
 
-A kernel has size × size entries, with an odd size, and P base weights, which are learned. In all families, P is the
-number of entries inside the disc of diameter `size` (`disc_mask`). The rotated kernel is a matrix (size², P) times the
+A kernel has size × size entries and P base weights, which are learned. P is the number of entries inside the disc of
+diameter `size` (`disc_mask`), or size² for "square" (`count_taps`). The rotated kernel is a matrix (size², P) times the
 base weights. A kernel family is a function that returns this matrix, in float64, for a size and a counter-clockwise
 angle in radians:
 
 - "bilinear" interpolates the base weights, as in the paper of Lafarge et al. (arXiv:2002.08725).
-- "gaussian" and "harmonic" rotate smooth basis functions. The base weights are their coefficients.
+- "square" also interpolates, and has base weights for the corners of the kernel, so that its kernels at multiples of
+  90° are those of ordinary convolutions. At other angles, corners leave the kernel and are lost.
+- "gaussian" and "harmonic" rotate smooth basis functions. The base weights are their coefficients. The sizes of
+  "harmonic" are odd.
 
 N is the number of orientations. G is the length of the orientation axis: N, or 2N with reflections. To add a family,
 write such a function, add it to KERNEL_FAMILIES, and add its name to `Kernel`.
@@ -29,7 +32,7 @@ from rotopath.group.grid import (
     rotated_coordinates,
 )
 
-Kernel = Literal["bilinear", "gaussian", "harmonic"]
+Kernel = Literal["bilinear", "gaussian", "harmonic", "square"]
 KERNELS = get_args(Kernel)
 
 MAX_TWISTED = 2**20  # largest number of kernel entries that `write_group_kernels` computes in one step
@@ -50,6 +53,25 @@ QUADRANT_ANGLES = 16  # number of angles from 0° to 90° over which the respons
 # From base weights to the weights of an ordinary convolution
 
 
+def count_taps(size: int, kernel: str = "bilinear") -> int:
+    """Return P, the number of base weights of a kernel of size × size entries in the family `kernel`.
+
+    >>> rp.group.count_taps(5), rp.group.count_taps(5, "square")
+    (21, 25)
+    """
+    check_kernel(size, kernel)
+    return size * size if kernel == "square" else int(disc_mask(size).sum())
+
+
+def check_kernel(size: int, kernel: str) -> None:
+    """Raise ValueError if the family `kernel` has no kernels of size × size entries."""
+    if kernel == "harmonic" and size % 2 == 0:
+        raise ValueError(
+            f"kernel='harmonic' needs an odd kernel_size, so that the kernel has a center pixel; got {size}. Use "
+            f"another size, or kernel='gaussian'."
+        )
+
+
 def rotation_map(size: int, orientations: int, kernel: str = "bilinear", reflections: bool = False) -> Tensor:
     """Return the matrices (G, size², P), in float64, that convert base weights to the kernels of all orientations.
 
@@ -60,6 +82,7 @@ def rotation_map(size: int, orientations: int, kernel: str = "bilinear", reflect
     check_orientations(orientations)
     if kernel not in KERNEL_FAMILIES:
         raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNEL_FAMILIES))}; got {kernel!r}.")
+    check_kernel(size, kernel)
     slices = []
     for i in range(orientations):
         # Only the remainder below 90° is computed with sine and cosine; rotations by 90° permute the entries.
@@ -238,11 +261,18 @@ def bilinear_map(size: int, radians: float) -> Tensor:
     The base weights are the entries, inside the disc, of the kernel at 0°.
     """
     mask = disc_mask(size).flatten()
+    return square_map(size, radians)[:, mask] * mask[:, None]
+
+
+def square_map(size: int, radians: float) -> Tensor:
+    """Return the matrix (size², size²) of bilinear interpolation for a rotation by `radians`, counter-clockwise.
+
+    The base weights are all entries of the kernel at 0°. Outside the kernel, its entries count as 0.
+    """
     x, y = rotated_coordinates(size, radians)
     grid = centered_coordinates(size)
     rows, columns = _interpolation_weights(-y, grid), _interpolation_weights(x, grid)  # (size², size) each
-    weights = rows[:, :, None] * columns[:, None, :]  # (size², size, size)
-    return weights.flatten(1)[:, mask] * mask[:, None]
+    return (rows[:, :, None] * columns[:, None, :]).flatten(1)
 
 
 def _interpolation_weights(coordinates: Tensor, grid: Tensor) -> Tensor:
@@ -288,6 +318,7 @@ KERNEL_FAMILIES: dict[str, Callable[[int, float], Tensor]] = {
     "bilinear": bilinear_map,
     "gaussian": gaussian_map,
     "harmonic": harmonic_map,
+    "square": square_map,
 }
 
 

@@ -68,6 +68,15 @@ def rotate_features(x: Tensor, angle: float, reflections: bool = False) -> Tenso
     return rotate(halves, angle).roll(round(steps), dims=3).flatten(2, 3)
 
 
+def equals_its_rotation(kernels: Tensor) -> bool:
+    """Return whether kernels (..., n, n) equal their rotation by 90°, up to rounding errors.
+
+    >>> rp.group.equals_its_rotation(torch.ones(3, 3)), rp.group.equals_its_rotation(torch.eye(3))
+    (True, False)
+    """
+    return torch.allclose(kernels, kernels.rot90(1, (-2, -1)), atol=1e-6)
+
+
 def flip(x: Tensor) -> Tensor:
     """Flip images (..., H, W) left to right."""
     return x.flip(-1)

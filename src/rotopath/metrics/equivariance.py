@@ -64,7 +64,7 @@ def equivariance_error(
     _check_has_positions(x)
     if reflections is None:
         reflections = isinstance(model, nn.Module) and any(getattr(m, "reflections", False) for m in model.modules())
-    transform = _Transform(angle, flip, reflections)
+    transform = Transform(angle, flip, reflections)
     on_grid = angle % 90 == 0
     if not on_grid:
         height, width = x.shape[-2:]
@@ -78,6 +78,11 @@ def equivariance_error(
             f"{tuple(actual.shape)}, and the rotated output for the original input has the shape "
             f"{tuple(expected.shape)}; use an input size for which both shapes are equal."
         )
+    return relative_error(actual, expected, on_grid)
+
+
+def relative_error(actual: Tensor, expected: Tensor, on_grid: bool = True) -> float:
+    """Return ‖actual - expected‖ / ‖expected‖; for rotations off the grid, on the inscribed disc of maps only."""
     if not on_grid and expected.ndim >= 4:
         disc = group.inscribed_disc(*expected.shape[-2:]).to(expected)
         expected, actual = expected * disc, actual * disc
@@ -132,7 +137,7 @@ def _call(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Transform:
+class Transform:
     """Flip (optionally) and then rotate images or features. Vectors (B, K) do not change."""
 
     angle: float  # in degrees, counter-clockwise

@@ -202,7 +202,9 @@ class Architecture:
         counts = []
         for i, stage in enumerate(self.stages):
             axes = orientations if i else 1  # the first stage reads an image, which has no orientations
-            counts.append(channels[i] * (self.in_channels(i, channels) * axes * _count_taps(stage.kernel) + 2))
+            counts.append(
+                channels[i] * (self.in_channels(i, channels) * axes * _count_taps(stage.kernel, self.kernel) + 2)
+            )
         counts.append(self.outputs * (channels[-1] + (2 if self.head_norm else 1)))
         return tuple(counts)
 
@@ -317,12 +319,12 @@ class Architecture:
 
 
 @cache
-def _count_taps(kernel: int) -> int:
+def _count_taps(size: int, kernel: group.Kernel) -> int:
     """Return the number of learned weights of a kernel, for one input channel, one orientation and one output channel.
 
-    `kernel` is the side of the kernel in px. Only the pixels inside a disc have a learned weight.
+    `size` is the side of the kernel in px, and `kernel` its family. This function is called often.
     """
-    return int(group.disc_mask(kernel).sum())
+    return group.count_taps(size, kernel)
 
 
 def _suggest_option(unknown: str) -> str:

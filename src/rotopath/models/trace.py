@@ -68,14 +68,14 @@ AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 TRACE_LOCK = RLock()  # held while a thread traces
 
 
-def trace_graph(module: nn.Module, caller: str = "freeze") -> fx.Graph:
+def trace_graph(module: nn.Module, caller: str = "freeze", tracer: "LayerTracer | None" = None) -> fx.Graph:
     """Return the graph of `module.forward()`. For the paper's networks, the graph does not contain the image checks.
 
-    `caller` is the name of the calling function for error messages: "freeze" or "equivariant". Raises ValueError if
-    `forward()` cannot be traced.
+    `caller` is the name of the calling function for error messages: "freeze" or "equivariant". `tracer` records the
+    graph; by default a new `LayerTracer`. Raises ValueError if `forward()` cannot be traced.
     """
     with TRACE_LOCK:
-        tracer = LayerTracer()
+        tracer = tracer or LayerTracer()
         if isinstance(module, ArchitectureNetwork):
             tracer.traced_func_name = _find_traced_method(module)
         try:

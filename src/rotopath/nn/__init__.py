@@ -9,18 +9,42 @@ reduces features to maps. `Smooth2d` smooths images. Pointwise layers of torch, 
 features directly.
 """
 
-from rotopath.nn.conv import GroupConv2d, LiftConv2d
+from rotopath.nn.conv import GroupConv2d, GroupConvTranspose2d, LiftConv2d
 from rotopath.nn.fuse import disable_fusion, finish
 from rotopath.nn.graphs import record_step
-from rotopath.nn.norm import GroupBatchNorm2d, GroupDropout2d, GroupLayerNorm2d, GroupNorm2d
-from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d, GroupUpsample2d, Smooth2d, center_crop, concatenate
+from rotopath.nn.norm import (
+    ChannelNorm2d,
+    ChannelScale,
+    GroupBatchNorm2d,
+    GroupDropout2d,
+    GroupLayerNorm2d,
+    GroupNorm2d,
+    StochasticDepth,
+)
+from rotopath.nn.pool import (
+    GroupAdaptiveAvgPool2d,
+    GroupAdaptiveMaxPool2d,
+    GroupAvgPool2d,
+    GroupFilter2d,
+    GroupMaxPool2d,
+    GroupUpsample2d,
+    Smooth2d,
+    center_crop,
+    concatenate,
+)
 from rotopath.nn.project import Project, orientation_field
 
 __all__ = [
+    "ChannelNorm2d",
+    "ChannelScale",
+    "GroupAdaptiveAvgPool2d",
+    "GroupAdaptiveMaxPool2d",
     "GroupAvgPool2d",
     "GroupBatchNorm2d",
     "GroupConv2d",
+    "GroupConvTranspose2d",
     "GroupDropout2d",
+    "GroupFilter2d",
     "GroupLayerNorm2d",
     "GroupMaxPool2d",
     "GroupNorm2d",
@@ -28,6 +52,7 @@ __all__ = [
     "LiftConv2d",
     "Project",
     "Smooth2d",
+    "StochasticDepth",
     "center_crop",
     "concatenate",
     "disable_fusion",

@@ -147,7 +147,7 @@ class _RotatedConv2d(MappedModule):
         self.reflections = reflections
         self.order = group.order(orientations, reflections)  # length of the orientation axis
 
-        taps = int(group.disc_mask(kernel_size).sum())
+        taps = group.count_taps(kernel_size, kernel)
         axes = (self.order,) if self._reads_orientations else ()
         shape = (out_channels, in_channels // groups, *axes, taps)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -217,6 +217,12 @@ class _RotatedConv2d(MappedModule):
                 raise ValueError(
                     f"{type(self).__name__} accepts padding 'same' at stride 1 only; got stride {stride}. Give the "
                     f"padding as a number of pixels."
+                )
+            if dilation * (kernel_size - 1) % 2:
+                raise ValueError(
+                    f"{type(self).__name__} accepts padding 'same' for odd kernels only, because an even kernel of "
+                    f"{kernel_size} px would need different padding at both ends. Give the padding as a number of "
+                    f"pixels, or use an odd kernel_size."
                 )
             return dilation * (kernel_size - 1) // 2
         if isinstance(padding, str):
@@ -454,8 +460,8 @@ class LiftConv2d(_RotatedConv2d):
 
     (B, C, H, W) → (B, C', N, H', W') with C' = `out_channels` and N = `orientations`. The arguments are those of
     `torch.nn.Conv2d`, but each size is one number for height and width. `kernel` is the family of kernels: "bilinear",
-    "gaussian" or "harmonic" (`rotopath.group.kernel_families`). With `reflections`, the orientation axis has 2N
-    entries: N for rotated kernels, then N for mirrored and rotated kernels.
+    "gaussian", "harmonic" or "square" (`rotopath.group.kernel_families`). With `reflections`, the orientation axis has
+    2N entries: N for rotated kernels, then N for mirrored and rotated kernels.
 
     With `pool` = s, the output is averaged over windows of s × s pixels with a stride of s. This is faster than a
     `GroupAvgPool2d(s)` after the layer, and the result is the same, because both are computed as one convolution.
@@ -485,8 +491,8 @@ class GroupConv2d(_RotatedConv2d):
 
     (B, C, N, H, W) → (B, C', N, H', W') with C' = `out_channels` and N = `orientations`. The arguments are those of
     `torch.nn.Conv2d`, but each size is one number for height and width. `kernel` is the family of kernels: "bilinear",
-    "gaussian" or "harmonic" (`rotopath.group.kernel_families`). With `reflections`, the orientation axis has 2N
-    entries: N for rotated kernels, then N for mirrored and rotated kernels.
+    "gaussian", "harmonic" or "square" (`rotopath.group.kernel_families`). With `reflections`, the orientation axis has
+    2N entries: N for rotated kernels, then N for mirrored and rotated kernels.
 
     With `pool` = s, the output is averaged over windows of s × s pixels with a stride of s. This is faster than a
     `GroupAvgPool2d(s)` after the layer, and the result is the same, because both are computed as one convolution.
@@ -512,3 +518,74 @@ class GroupConv2d(_RotatedConv2d):
                 y: Tensor = _ConvolveOnGpu.apply(x, self.weight, self.bias, self, dtype)  # type: ignore[no-untyped-call]
                 return y
         return self._convolve(merge_orientations(x))
+
+
+class GroupConvTranspose2d(_RotatedConv2d):
+    """Enlarge SE(2) features by the factor `stride` with learned kernels that are rotated and shifted along θ.
+
+    (B, C, N, H, W) → (B, C', N, H', W') with H' = (H - 1) · stride - 2 · padding + dilation · (kernel_size - 1) + 1.
+    The arguments are those of `torch.nn.ConvTranspose2d`, but each size is one number for height and width, and there
+    is no `output_padding`, because it is added at one end only. The layer inserts stride - 1 zeros between neighboring
+    pixels and convolves the result as `GroupConv2d` does. It accepts features of any height and width.
+
+    >>> up = rp.nn.GroupConvTranspose2d(8, 4, kernel_size=2, orientations=4, stride=2)
+    >>> up(torch.zeros(2, 8, 4, 16, 16)).shape
+    torch.Size([2, 4, 4, 32, 32])
+    """
+
+    _reads_orientations = True
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        orientations: int,
+        stride: int = 1,
+        padding: int = 0,
+        dilation: int = 1,
+        groups: int = 1,
+        bias: bool = True,
+        kernel: group.Kernel = "bilinear",
+        reflections: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_whole_number(self, minimum=0, padding=padding)
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            orientations,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+            kernel=kernel,
+            reflections=reflections,
+            device=device,
+            dtype=dtype,
+        )
+
+    def transposed_kernels(self) -> Tensor:
+        """Return the weight (C·N, C'·N, k, k) of the equivalent `torch.nn.ConvTranspose2d` on (B, C·N, H, W).
+
+        torch's transposed convolution correlates with the kernel rotated by 180°. With several groups, the weight has
+        only the output channels of one group, as in torch.
+        """
+        return self._transpose(self.kernels())
+
+    def _transpose(self, kernels: Tensor) -> Tensor:
+        grouped: Tensor = torch.unflatten(
+            kernels.flip(-2, -1), 0, (self.groups, -1)
+        )  # (groups, C'·N / groups, C·N / groups, k, k)
+        return grouped.transpose(1, 2).flatten(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features(x, self, self.in_channels, self.order)
+        maps = merge_orientations(fuse.finish(x))
+        bias = self.bias if self.bias is None else self.bias.repeat_interleave(self.order)
+        weight = self._transpose(self.kernels_for(maps))
+        y = F.conv_transpose2d(maps, weight, bias, self.stride, self.padding, 0, self.groups, self.dilation)
+        return split_orientations(y, self.order)

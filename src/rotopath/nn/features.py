@@ -117,6 +117,10 @@ def check_features(
         )
 
 
+class SizeError(ValueError):
+    """The height or the width of a layer's input does not fit its windows."""
+
+
 def check_grid(x: Tensor, layer: nn.Module, window: int, stride: int, padding: int, dilation: int = 1) -> None:
     """Require that the windows of a layer cover the height and the width of x (..., H, W) exactly.
 
@@ -127,7 +131,7 @@ def check_grid(x: Tensor, layer: nn.Module, window: int, stride: int, padding: i
         try:
             group.output_size(size, window, stride, padding, dilation)
         except ValueError as error:
-            raise ValueError(f"{_name(layer)} on {x.shape[-2]} × {x.shape[-1]} px: {error}") from None
+            raise SizeError(f"{_name(layer)} on {x.shape[-2]} × {x.shape[-1]} px: {error}") from None
 
 
 def check_padding(x: Tensor, layer: nn.Module, padding: int, mode: str) -> None:

@@ -109,7 +109,8 @@ class GroupNorm2d(nn.GroupNorm):
     """Group norm: normalize each group of channels of a sample over its channels, orientations and positions.
 
     (B, C, N, H, W) → (B, C, N, H, W). `groups` is the number of groups into which the C = `channels` channels are
-    divided. With groups=1, the whole sample is normalized together.
+    divided. With groups=1, the whole sample is normalized together. With `per_orientation`, each orientation is
+    normalized by its own mean and variance instead.
 
     >>> norm = rp.nn.GroupNorm2d(2, 8)
     >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
@@ -124,18 +125,27 @@ class GroupNorm2d(nn.GroupNorm):
         affine: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        per_orientation: bool = False,
     ) -> None:
         super().__init__(groups, channels, eps, affine, device, dtype)
+        self.per_orientation = per_orientation
 
     def forward(self, input: Tensor) -> Tensor:
         check_features(input, self, self.num_channels)
-        return super().forward(input)
+        if not self.per_orientation:
+            return super().forward(input)
+        samples = input.transpose(1, 2)  # (B, N, C, H, W): each orientation counts as a sample
+        return super().forward(samples.flatten(0, 1)).view_as(samples).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", per_orientation=True" if self.per_orientation else "")
 
 
 class GroupLayerNorm2d(nn.Module):
     """Layer norm: normalize each position of each sample over channels and orientations.
 
-    (B, C, N, H, W) → (B, C, N, H, W). Each channel learns a scale and a shift.
+    (B, C, N, H, W) → (B, C, N, H, W). Each channel learns a scale and a shift. With `per_orientation`, each orientation
+    is normalized over channels only, by its own mean and variance.
 
     >>> norm = rp.nn.GroupLayerNorm2d(8)
     >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
@@ -148,22 +158,113 @@ class GroupLayerNorm2d(nn.Module):
         eps: float = 1e-5,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        per_orientation: bool = False,
     ) -> None:
         super().__init__()
         check_whole_number(self, channels=channels)
         self.channels = channels
         self.eps = eps
+        self.per_orientation = per_orientation
         self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         check_features(x, self, self.channels)
+        if self.per_orientation:
+            rows = x.permute(0, 2, 3, 4, 1)  # (B, N, H, W, C)
+            return F.layer_norm(rows, rows.shape[4:], self.weight, self.bias, self.eps).permute(0, 4, 1, 2, 3)
         rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N)
         normalized = F.layer_norm(rows, rows.shape[3:], eps=self.eps)
         return (normalized * self.weight[:, None] + self.bias[:, None]).permute(0, 3, 4, 1, 2)
 
     def extra_repr(self) -> str:
-        return f"{self.channels}, eps={self.eps}"
+        return f"{self.channels}, eps={self.eps}" + (", per_orientation=True" if self.per_orientation else "")
+
+
+class ChannelNorm2d(nn.Module):
+    """Layer norm over the channels at each pixel of maps without orientations. (B, C, H, W) → (B, C, H, W).
+
+    Each channel learns a scale and a shift.
+
+    >>> rp.nn.ChannelNorm2d(8)(torch.randn(2, 8, 16, 16)).shape
+    torch.Size([2, 8, 16, 16])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.permute(0, 2, 3, 1)  # (B, H, W, C), contiguous for channels-last x
+        return F.layer_norm(rows, self.weight.shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class ChannelScale(nn.Module):
+    """Multiply each channel by a learned number, and add another one. The shape does not change.
+
+    The input is maps (B, C, H, W), features (B, C, N, H, W) or vectors (B, C). With `bias=False`, nothing is added, as
+    in the layer scale of ConvNeXt. `init` is the initial factor of all channels.
+
+    >>> rp.nn.ChannelScale(8, bias=False, init=0.5)(torch.ones(1, 8, 4, 2, 2)).unique()
+    tensor([0.5000], grad_fn=<Unique2Backward0>)
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        bias: bool = True,
+        init: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.channels = channels
+        self.weight = nn.Parameter(torch.full((channels,), init, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (-1, *(1 for _ in x.shape[2:]))
+        scaled = x * self.weight.view(shape)
+        return scaled if self.bias is None else scaled + self.bias.view(shape)
+
+    def extra_repr(self) -> str:
+        return str(self.channels) + ("" if self.bias is not None else ", bias=False")
+
+
+class StochasticDepth(nn.Module):
+    """Drop whole samples of a residual branch in training: with probability p, set a sample to 0. Shapes do not change.
+
+    The remaining samples are divided by 1 - p. In evaluation mode, nothing is dropped.
+
+    >>> rp.nn.StochasticDepth(0.5).eval()(torch.ones(2, 8, 4, 2, 2)).mean()
+    tensor(1.)
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"The probability p of StochasticDepth must be at least 0 and below 1; got {p}.")
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        kept = torch.rand(x.shape[0], device=x.device) >= self.p
+        return x * (kept.to(x) / (1 - self.p)).view(-1, *(1 for _ in x.shape[1:]))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
 
 
 class GroupDropout2d(nn.Dropout3d):

@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+from rotopath import group
 from rotopath.nn import fuse, triton
 from rotopath.nn.features import (
+    SizeError,
     check_choice,
     check_features,
     check_grid,
@@ -132,6 +134,86 @@ class GroupAvgPool2d(_GroupPool2d):
         return super().extra_repr() + ("" if self.power == 1 else f", power={self.power}")
 
 
+class _GroupAdaptivePool2d(nn.Module):
+    """Base class of the adaptive pools: `size` is the height and width of the output, in pixels."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        check_whole_number(self, size=size)
+        self.size = size
+
+    def extra_repr(self) -> str:
+        return str(self.size)
+
+
+class GroupAdaptiveAvgPool2d(_GroupAdaptivePool2d):
+    """Average features over size × size windows that cover any height and width. (B, C, N, H, W) → (B, C, N, s, s).
+
+    s is `size`. Windows may overlap, and lie symmetrically in the map, so that every height and width is exact. With
+    `size=1`, each map is reduced to its mean.
+
+    >>> rp.nn.GroupAdaptiveAvgPool2d(1)(torch.zeros(2, 8, 4, 17, 23)).shape
+    torch.Size([2, 8, 4, 1, 1])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features(x, self)
+        return split_orientations(F.adaptive_avg_pool2d(merge_orientations(x), self.size), x.shape[2])
+
+
+class GroupAdaptiveMaxPool2d(_GroupAdaptivePool2d):
+    """Maximum over size × size windows that cover any height and width. (B, C, N, H, W) → (B, C, N, s, s).
+
+    s is `size`. The windows are those of `GroupAdaptiveAvgPool2d`.
+
+    >>> rp.nn.GroupAdaptiveMaxPool2d(7)(torch.zeros(2, 8, 4, 17, 23)).shape
+    torch.Size([2, 8, 4, 7, 7])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features(x, self)
+        return split_orientations(F.adaptive_max_pool2d(merge_orientations(x), self.size), x.shape[2])
+
+
+class GroupFilter2d(nn.Module):
+    """Filter each map of images or features with fixed taps, as anti-aliased networks do before they subsample.
+
+    (B, C, H, W) → (B, C, H', W'), or (B, C, N, H, W) → (B, C, N, H', W'). `taps` (k, k) is the filter. It must equal
+    its rotation by 90°, as binomial filters do. With `pool` = s, the output is averaged over windows of s × s pixels.
+
+    >>> binomial = torch.outer(torch.tensor([1.0, 2.0, 1.0]), torch.tensor([1.0, 2.0, 1.0])) / 16
+    >>> rp.nn.GroupFilter2d(binomial, stride=2, padding=1)(torch.zeros(1, 8, 4, 17, 17)).shape
+    torch.Size([1, 8, 4, 9, 9])
+    """
+
+    taps: Tensor
+
+    def __init__(self, taps: Tensor, stride: int = 1, padding: int = 0, pool: int = 1) -> None:
+        super().__init__()
+        check_whole_number(self, stride=stride, pool=pool)
+        check_whole_number(self, minimum=0, padding=padding)
+        if taps.ndim != 2 or taps.shape[0] != taps.shape[1] or not group.equals_its_rotation(taps):
+            raise ValueError(
+                f"The taps of GroupFilter2d must be a square matrix that equals its rotation by 90°; got a tensor of "
+                f"shape {tuple(taps.shape)}. Use a filter that is the same along rows and columns."
+            )
+        self.register_buffer("taps", taps.detach().clone())
+        self.stride, self.padding, self.pool = stride, padding, pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_grid(x, self, self.taps.shape[0], self.stride, self.padding)
+        maps = merge_orientations(x) if x.ndim == 5 else x
+        weight = self.taps.to(maps).expand(maps.shape[1], 1, -1, -1)
+        y = F.conv2d(maps, weight, None, self.stride, self.padding, groups=maps.shape[1])
+        if self.pool > 1:
+            check_grid(y, self, self.pool, self.pool, 0)
+            y = F.avg_pool2d(y, self.pool)
+        return split_orientations(y, x.shape[2]) if x.ndim == 5 else y
+
+    def extra_repr(self) -> str:
+        return f"{self.taps.shape[0]}, stride={self.stride}, padding={self.padding}, pool={self.pool}"
+
+
 def is_fusible_max(pool: nn.Module) -> TypeGuard[GroupMaxPool2d]:
     """Return whether a pool is a max pool that can be fused with batch norm and ReLU."""
     return (
@@ -209,7 +291,7 @@ class GroupUpsample2d(nn.Module):
         return f"{self.scale}, mode={self.mode!r}"
 
 
-# `resize`, `center_crop`, `pad_evenly` and `concatenate` call handle_torch_function, as torch's own functions do. So
+# `resize` and the functions below call handle_torch_function, as torch's own functions do. So
 # torch.fx records each call of them as one operation.
 
 
@@ -236,7 +318,7 @@ def resize(
     resized = F.interpolate(maps, size, scale_factor, mode, align_corners)
     for before, after in zip(x.shape[-2:], resized.shape[-2:], strict=True):
         if mode.startswith("nearest") and after % before:
-            raise ValueError(
+            raise SizeError(
                 f"resize in mode {mode!r} needs a new size that is a whole multiple of the old size; "
                 f"got {before} px and a new size of {after} px. Use mode='bilinear'."
             )
@@ -278,12 +360,53 @@ def pad_evenly(x: Tensor, pad: Sequence[int], mode: str = "constant", value: flo
         return result
     left, right, top, bottom = pad
     if left != right or top != bottom:
-        raise ValueError(
+        raise SizeError(
             f"pad_evenly needs the same padding at both ends, but got {left} px left and {right} px right, {top} px at "
             f"the top and {bottom} px at the bottom; change the padding, or the size of the "
             f"input if the padding depends on it."
         )
+    if x.ndim == 5 and mode != "constant":
+        maps = F.pad(merge_orientations(x), (left, right, top, bottom), mode, value)
+        return split_orientations(maps, x.shape[2])
     return F.pad(x, (left, right, top, bottom), mode, value)
+
+
+def take_channels(x: Tensor, first: int, count: int) -> Tensor:
+    """Return `count` channels of images (B, C, H, W) or features (B, C, N, H, W), from the channel `first` on.
+
+    >>> rp.nn.pool.take_channels(torch.zeros(1, 8, 4, 14, 14), 2, 3).shape
+    torch.Size([1, 3, 4, 14, 14])
+    """
+    if has_torch_function((x,)):
+        result: Tensor = handle_torch_function(take_channels, (x,), x, first, count)
+        return result
+    return x[:, first : first + count]
+
+
+def shuffle_channels(x: Tensor, groups: int) -> Tensor:
+    """Interleave the channels of `groups` equal parts: the first channel of each part, then the second, and so on.
+
+    x are images (B, C, H, W) or features (B, C, N, H, W), where C is a multiple of `groups`.
+
+    >>> rp.nn.pool.shuffle_channels(torch.arange(6.0).view(1, 6, 1, 1), 2).flatten()
+    tensor([0., 3., 1., 4., 2., 5.])
+    """
+    if has_torch_function((x,)):
+        result: Tensor = handle_torch_function(shuffle_channels, (x,), x, groups)
+        return result
+    return torch.unflatten(x, 1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def reduce_channels(x: Tensor, mode: str) -> Tensor:
+    """Return the mean or the maximum over channels, (B, 1, H, W) or (B, 1, N, H, W). `mode` is "mean" or "max".
+
+    >>> rp.nn.pool.reduce_channels(torch.zeros(1, 8, 4, 14, 14), "max").shape
+    torch.Size([1, 1, 4, 14, 14])
+    """
+    if has_torch_function((x,)):
+        result: Tensor = handle_torch_function(reduce_channels, (x,), x, mode)
+        return result
+    return x.mean(dim=1, keepdim=True) if mode == "mean" else x.amax(dim=1, keepdim=True)
 
 
 def concatenate(features: Sequence[Tensor]) -> Tensor:

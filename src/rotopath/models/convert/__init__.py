@@ -6,7 +6,8 @@
 
 The conversion has four steps:
 
-1. Trace the module. The result is a graph with one node for each call of a layer, function or method.
+1. Trace the module, and rewrite its graph with standard layers (module `standard`). The graph has one node for each
+   call of a layer, function or method.
 2. Classify the nodes. Choose where images are lifted to SE(2) features, and where features are projected to maps
    without orientations (module `nodes`).
 3. Choose the numbers of channels, and build the new layers (module `group_layers`).
@@ -15,15 +16,16 @@ The conversion has four steps:
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from rotopath import group
+from rotopath.models.convert.copying import copy_weights, expect_linear_head
 from rotopath.models.convert.group_layers import (
     Channels,
     ConversionOptions,
@@ -39,35 +41,61 @@ from rotopath.models.convert.group_layers import (
     tie,
 )
 from rotopath.models.convert.nodes import Operation, ValueKind, assign_kinds, classify_node
-from rotopath.models.trace import expect_no_hooks, is_layer, scope_of, trace_graph
+from rotopath.models.convert.standard import standardize
+from rotopath.models.trace import is_layer, scope_of
 from rotopath.nn import GroupAvgPool2d, GroupMaxPool2d, Project, concatenate, finish
-from rotopath.nn.pool import pad_evenly, resize
+from rotopath.nn.features import SizeError
+from rotopath.nn.pool import pad_evenly, resize, take_channels
 from rotopath.nn.project import PROJECTIONS, Projection, weights_per_channel
 
 Keep = Literal["weights", "channels", "maps"]
 Strides = Literal["keep", "pool"]
+Weights = Literal["new", "copy"]
+Preset = Literal["paper", "faithful"]
+# Defaults of options of `equivariant`, for each preset and for copied weights.
+PRESETS: Mapping[str, Any] = {
+    "paper": {"kernel": "bilinear", "projection": "max", "strides": "keep"},
+    "faithful": {"kernel": "harmonic", "projection": "mean", "strides": "pool"},
+}
+COPIED: Mapping[str, Any] = {"kernel": "square", "projection": "mean", "strides": "keep"}
+SEARCH_PX = 130  # sizes of images up to this distance are tried for error messages
 RESIZE_OPTIONS = ("size", "scale_factor", "mode", "align_corners")
 
 
 def equivariant(
     module: nn.Module,
     orientations: int = 8,
-    keep: Keep = "weights",
-    kernel: group.Kernel = "bilinear",
-    projection: Projection = "max",
-    strides: Strides = "keep",
+    keep: Keep | None = None,
+    kernel: group.Kernel | None = None,
+    projection: Projection | None = None,
+    strides: Strides | None = None,
     reflections: bool = False,
-) -> fx.GraphModule:
-    """Return the SE(2,N) counterpart of a plain CNN, with N = `orientations` and newly initialized weights.
+    weights: Weights = "new",
+    preset: Preset = "paper",
+) -> "EquivariantModule":
+    """Return the SE(2,N) counterpart of a plain CNN, with N = `orientations`.
 
     If the input image (B, C, H, W) of the new network is rotated, output maps rotate with the image, and output vectors
     stay the same. `module` is not changed. Raises ValueError if a layer or function of `module` has no counterpart.
 
-    `keep` determines the numbers of channels. "weights" keeps the number of weights: C channels become about C/√N
-    channels with N orientations. "channels" keeps C channels in every layer. "maps" keeps the product of channels and
-    orientations, and therefore about the same memory and time. `kernel` is the kernel family of `rp.nn.GroupConv2d`.
-    `projection` is the mode of `rp.nn.Project`. With `reflections`, the network is equivariant to flips too: its
-    kernels are rotated and mirrored, and it has 2N orientations.
+    `weights` are "new", which initializes all weights, or "copy". With "copy", each orientation computes the plain
+    network with rotated kernels, and the output is the mean over the orientations. For N = 4 in evaluation mode, it
+    equals the mean of the plain network's outputs for the image rotated by 0°, 90°, 180° and 270° (output maps are
+    rotated back), up to rounding errors.
+
+    `keep` determines the numbers of channels. "weights", the default, keeps the number of weights: C channels become
+    about C/√N channels with N orientations. "channels", the default and the only choice of weights="copy", keeps C
+    channels in every layer. "maps" keeps the product of channels and orientations, and therefore about the same memory
+    and time.
+
+    `preset` determines the next three options. "paper" is for `kernel="bilinear"`, `projection="max"` and
+    `strides="keep"`. "faithful" rotates more accurately between multiples of 90°: it is for `kernel="harmonic"`,
+    `projection="mean"` and `strides="pool"`, and all pools and strides smooth before they subsample. With
+    weights="copy", the options are `kernel="square"`, `projection="mean"` and `strides="keep"`.
+
+    `kernel` is the kernel family of `rp.nn.GroupConv2d`. `projection` is the mode of `rp.nn.Project`. With
+    `reflections`, the network is equivariant to flips too: its kernels are rotated and mirrored, and it has 2N
+    orientations.
 
     A layer of `rp.nn` raises ValueError if its windows do not cover the height and width of the input exactly.
     Therefore, `strides` determines which heights and widths of images the new network accepts. "keep" keeps all
@@ -75,7 +103,8 @@ def equivariant(
     for even heights and widths. A layer with stride s stays as it is if it accepts all multiples of s as height and
     width. Otherwise, it gets stride 1, and a mean pool over windows of s × s px reduces the size instead. Most of these
     convolutions are computed together with their mean pool, as one convolution (argument `pool` of
-    `rp.nn.GroupConv2d`).
+    `rp.nn.GroupConv2d`). If the new network gets an image of a size that it does not accept, the error message names
+    the nearest sizes that it does accept.
 
     >>> plain = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 2, 1))
     >>> net = rp.equivariant(plain, orientations=4, keep="channels")
@@ -83,16 +112,37 @@ def equivariant(
     torch.Size([1, 2, 28, 28])
     >>> rp.equivariance_error(net, torch.rand(1, 3, 30, 30)) < 1e-4
     True
+    >>> start, x = rp.equivariant(plain, orientations=4, weights="copy"), torch.rand(1, 3, 30, 30)
+    >>> angles = (0, 90, 180, 270)
+    >>> mean = sum(rp.group.rotate(plain(rp.group.rotate(x, angle)), -angle) for angle in angles) / 4
+    >>> torch.allclose(start(x), mean, atol=1e-5)
+    True
     """
     group.check_orientations(orientations)
+    _expect_choice("weights", weights, get_args(Weights))
+    _expect_choice("preset", preset, tuple(PRESETS))
+    copies = weights == "copy"
+    defaults = COPIED if copies else PRESETS[preset]
+    keep = keep or ("channels" if copies else "weights")
+    kernel, projection = kernel or defaults["kernel"], projection or defaults["projection"]
+    strides = strides or defaults["strides"]
     _expect_choice("keep", keep, get_args(Keep))
     _expect_choice("kernel", kernel, group.KERNELS)
     _expect_choice("projection", projection, PROJECTIONS)
     _expect_choice("strides", strides, get_args(Strides))
+    if copies and (keep, projection, strides, preset) != ("channels", "mean", "keep", "paper"):
+        raise ValueError(
+            f"equivariant() with weights='copy' needs keep='channels', projection='mean', strides='keep' and "
+            f"preset='paper', so that it computes the mean of the plain network's outputs; got keep={keep!r}, "
+            f"projection={projection!r}, strides={strides!r} and preset={preset!r}. Leave these options out."
+        )
     wrapped = nn.Sequential(module) if is_layer(module) else module
-    converter = Converter(wrapped, ConversionOptions(orientations, kernel, projection, strides, reflections))
+    smooth = preset == "faithful"
+    options = ConversionOptions(orientations, kernel, projection, strides, reflections, copies, smooth)
+    converter = Converter(wrapped, options)
     chosen = converter.choose_widths(keep)
     net = converter.write(chosen, f"Equivariant{type(module).__name__}")
+    net.meta["strides"] = strides
     return net.train(module.training)
 
 
@@ -116,15 +166,17 @@ class Converter:
     """Convert a module: plan its layers (`LayerPlan`), choose the numbers of channels, and write the new graph."""
 
     def __init__(self, module: nn.Module, options: ConversionOptions) -> None:
-        self.module = module
         self.options = options
-        self.operations = _classify_nodes(module)
-        self.kinds = assign_kinds(self.operations)
+        self.module, self.operations = _classify_nodes(module, options)
+        self.kinds = assign_kinds(self.operations, linear_head=options.copies)
+        if options.copies:
+            expect_linear_head((operation, self.kinds[node]) for node, operation in self.operations.items())
+        self.parts: dict[fx.Node, tuple[Channels, Channels]] = {}  # of nodes that take channels: those before, those
         self.channels: dict[fx.Node, Channels | None] = {}  # of each node's output; None if not known, as for images
         self.plans: dict[str, LayerPlan] = {}  # path of each layer in the new module → its plan
         self.paths: dict[fx.Node, str] = {}  # each node that calls a layer → path of the layer in the new module
         for node, operation in self.operations.items():
-            with _naming_node(node):
+            with _naming_node(node, self.module):
                 self.channels[node] = self._propagate_channels(node, operation)
 
     def choose_widths(self, keep: str) -> dict[Width, int]:
@@ -138,7 +190,7 @@ class Converter:
             return scale_widths(widths, 1.0)
         if keep == "maps":
             return scale_widths(widths, 1 / n)
-        target = sum(p.numel() for p in nn.ModuleList([plan.layer for plan in self.plans.values()]).parameters())
+        target = _count_plain_weights([plan.layer for plan in self.plans.values()])
         return fit_widths(widths, self.count_weights, target, least=1 / n)
 
     def count_weights(self, chosen: Mapping[Width, int]) -> int:
@@ -150,7 +202,7 @@ class Converter:
         per_channel = weights_per_channel(self.options.projection, self.options.orientations)
         return layers + per_channel * sum(_count_channels(c, chosen) for c in self._projected_channels().values())
 
-    def write(self, chosen: Mapping[Width, int], name: str) -> fx.GraphModule:
+    def write(self, chosen: Mapping[Width, int], name: str) -> "EquivariantModule":
         """Build the layers with the chosen numbers of channels, and return the new module that calls them.
 
         `name` is the class name of the new module.
@@ -158,13 +210,19 @@ class Converter:
         layers: dict[str, nn.Module] = {}
         for path, plan in self.plans.items():
             inputs, outputs = (_count_channels(channels, chosen) for channels in (plan.inputs, plan.outputs))
-            with _naming_node(next(node for node, other in self.paths.items() if other == path)):
+            with _naming_node(next(node for node, other in self.paths.items() if other == path), self.module):
                 layers[path] = build_counterpart(plan.layer, plan.reads, plan.returns, inputs, outputs, self.options)
+                if self.options.copies:
+                    copy_weights(layers[path], plan.layer)
         projections = {
             node: build_projection(_count_channels(channels, chosen), self.module, self.options)
             for node, channels in self._projected_channels().items()
         }
-        return GraphRewriter(self.operations, self.kinds, self.paths, layers, projections).write(name)
+        parts = {
+            node: (_count_channels(before, chosen), _count_channels(part, chosen))
+            for node, (before, part) in self.parts.items()
+        }
+        return GraphRewriter(self.operations, self.kinds, self.paths, layers, projections, parts).write(name)
 
     def _projected_channels(self) -> dict[fx.Node, Channels]:
         """Return the nodes whose output must be projected, and the channels of the output of each of these nodes.
@@ -189,6 +247,8 @@ class Converter:
             return None
         if operation.role == "concatenation":
             return self._concatenate(node, sources)
+        if operation.role in ("take", "shuffle", "reduce"):
+            return self._select_channels(node, operation.role, self.channels[sources[0]])
         if len(sources) > 1 and operation.role != "output":
             self._tie_sources(sources)
         if operation.role == "output":
@@ -250,6 +310,31 @@ class Converter:
             return None
         return tuple(width for channels in known if channels for width in channels)
 
+    def _select_channels(self, node: fx.Node, role: str, channels: Channels | None) -> Channels | None:
+        """Return the channels of a node that takes, shuffles or reduces the channels of its input.
+
+        A width of the input is split where a part begins or ends (`tie`). The groups of a shuffle have equal widths.
+        """
+        if role == "reduce":
+            return (Width(1, fixed=True),)
+        if channels is None:
+            if role == "take":
+                raise ValueError("it takes some channels of a value whose channels are not known, such as an image")
+            return None
+        total = plain_channels(channels)
+        if role == "shuffle":
+            groups: Any = node.args[1]
+            group_width = Width(total // groups)
+            tie(channels, (group_width,) * groups)
+            return resolve_parts((group_width,) * groups)
+        first, count = (int(number) for number in node.args[1:])  # type: ignore[arg-type]
+        sizes = [size for size in (first, count, total - first - count) if size]
+        parts = tuple(Width(size) for size in sizes)
+        tie(channels, parts)
+        before, part = parts[: int(first > 0)], parts[int(first > 0) :][:1]
+        self.parts[node] = (before, part)
+        return resolve_parts(part)
+
     def _tie_sources(self, sources: list[fx.Node]) -> None:
         """Require equal numbers of channels (`tie`) of the outputs of `sources`, which a node combines elementwise.
 
@@ -276,11 +361,63 @@ class Converter:
         return self.kinds[node] is ValueKind.PLAIN and any(map(self._is_vector, node.all_input_nodes))
 
 
+class EquivariantModule(fx.GraphModule):
+    """Converted network: a graph module that names sizes of images which all its layers accept, if one does not."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except SizeError as error:
+            images = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim >= 4]
+            if not images:
+                raise
+            raise ValueError(describe_sizes(self, images[0], str(error))) from None
+
+
+def describe_sizes(net: fx.GraphModule, image: Tensor, reason: str) -> str:
+    """Return the error message for an image that `net` does not accept, with the nearest sizes that it accepts.
+
+    `reason` is the message of the layer, whose last part names sizes that this layer alone accepts.
+    """
+    height, width = image.shape[-2:]
+    sizes = nearest_sizes(net, image, height)
+    others = nearest_sizes(net, image, width) if height != width else sizes
+    other = {"keep": "pool", "pool": "keep"}.get(net.meta.get("strides", ""), "pool")
+    remedy = f"convert the network with strides={other!r}, which accepts other sizes"
+    if sizes and others:
+        named = [" or ".join(map(str, nearest)) for nearest in (sizes, others)]
+        sides = f"sides of {named[0]} px" if height == width else f"a height of {named[0]} px, a width of {named[1]} px"
+        remedy = f"use {sides}, or {remedy}"
+    reason = reason.rpartition(";")[0] or reason.rstrip(".")
+    return f"{type(net).__name__} does not accept images of {height} × {width} px, because of {reason}; {remedy}."
+
+
+def nearest_sizes(net: nn.Module, image: Tensor, side: int) -> list[int]:
+    """Return up to two sides in px, nearest to `side` and on both sides of it, of square images that `net` accepts.
+
+    `image` (B, C, …, H, W) is an example. The network computes shapes only.
+    """
+    meta = copy.deepcopy(net).to("meta").eval()
+    nearest = []
+    for candidates in (range(side, max(side // 2, side - SEARCH_PX), -1), range(side + 1, side + SEARCH_PX)):
+        for candidate in candidates:
+            example = torch.empty(1, *image.shape[1:-2], candidate, candidate, device="meta", dtype=image.dtype)
+            try:
+                with torch.no_grad():
+                    nn.Module.__call__(meta, example)
+            except (ValueError, RuntimeError):
+                continue  # windows that do not fit, or branches whose sizes differ, so that their sum fails
+            nearest.append(candidate)
+            break
+    return nearest
+
+
 class GraphRewriter:
     """Write the graph of the converted network.
 
     An old node is a node of the traced graph; a new node is a node of the converted graph. `paths` contains, for each
-    old node that calls a layer, the path of the new layer. `layers` contains the new layer for each path. Some old
+    old node that calls a layer, the path of the new layer. `layers` contains the new layer for each path. `parts`
+    contains, for each old node that takes channels, the first of them and their number in the new network. Some old
     nodes return features that must be projected. For each of these nodes, `projections` contains a `Project` layer.
 
     While the graph is written, `values` contains the new value of each old node: the new node that computes the
@@ -296,7 +433,9 @@ class GraphRewriter:
         paths: Mapping[fx.Node, str],
         layers: Mapping[str, nn.Module],
         projections: Mapping[fx.Node, Project],
+        parts: Mapping[fx.Node, tuple[int, int]],
     ) -> None:
+        self.parts = parts
         self.operations = operations
         self.kinds = kinds
         self.paths = paths
@@ -307,7 +446,7 @@ class GraphRewriter:
         self.values: dict[fx.Node, Any] = {}
         self.projected: dict[fx.Node, fx.Node] = {}
 
-    def write(self, name: str) -> fx.GraphModule:
+    def write(self, name: str) -> EquivariantModule:
         """Write the graph, and return the new module. `name` is its class name."""
         for node, operation in self.operations.items():
             self.values[node] = self._rewrite(node, operation)
@@ -317,7 +456,7 @@ class GraphRewriter:
             if new.target == "size" and not new.users:
                 self.graph.erase_node(new)
         self._finish_before_pools()
-        return fx.GraphModule(self.layers, self.graph, name)
+        return EquivariantModule(self.layers, self.graph, name)
 
     def _finish_before_pools(self) -> None:
         """Insert a call of `finish` after each node whose output is read by a pool and by other nodes.
@@ -344,6 +483,8 @@ class GraphRewriter:
             return self._rewrite_size(node, args)
         if operation.role == "constant":
             self.layers[str(node.target)] = operation.constant
+        if operation.role == "take":
+            return self.graph.call_function(take_channels, (args[0], *self.parts[node]))
         if operation.role == "flatten":
             return self.graph.call_function(torch.flatten, (args[0], 1))
         if operation.role == "concatenation":
@@ -392,29 +533,18 @@ class GraphRewriter:
         return fx.map_arg(old, replace)
 
 
-def _classify_nodes(module: nn.Module) -> dict[fx.Node, Operation]:
-    """Trace a module, and return the operation of each node.
+def _classify_nodes(module: nn.Module, options: ConversionOptions) -> tuple[nn.Module, dict[fx.Node, Operation]]:
+    """Trace a module, and return a copy of it with standard layers, and the operation of each node.
 
     Raises ValueError if the module has hooks, if it cannot be traced, if the behavior of a node under rotation is not
     known, or if `forward()` differs between training and evaluation mode.
     """
-    expect_no_hooks(module, "equivariant")
-    module = copy.deepcopy(module)
-    graph, other = (trace_graph(module.train(mode), "equivariant") for mode in (True, False))
-    if _describe_graph(graph) != _describe_graph(other):
-        raise ValueError(
-            f"equivariant() cannot convert {type(module).__name__}, because its forward() differs between training "
-            f"and evaluation mode; use the same code for both modes (dropout layers are supported)."
-        )
+    module, graph = standardize(module, as_maps=options.copies)
     operations = {}
     for node in graph.nodes:
-        with _naming_node(node):
+        with _naming_node(node, module):
             operations[node] = classify_node(node, module)
-    return operations
-
-
-def _describe_graph(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    return [(node.target, node.name, *map(str, node.all_input_nodes)) for node in graph.nodes]
+    return module, operations
 
 
 def _projection_names(layers: Mapping[str, nn.Module]) -> Iterator[str]:
@@ -428,6 +558,15 @@ def _projection_names(layers: Mapping[str, nn.Module]) -> Iterator[str]:
     return (name for name in names if name not in taken)
 
 
+def _count_plain_weights(layers: Sequence[nn.Module]) -> int:
+    """Return the number of weights of the plain network, before kernels were made square (`make_square`)."""
+    added = 0
+    for layer in layers:
+        weights: Any = getattr(layer, "plain_weights", None)
+        added += 0 if weights is None else sum(p.numel() for p in layer.parameters()) - weights
+    return sum(p.numel() for p in nn.ModuleList(layers).parameters()) - added
+
+
 def _count_channels(channels: Channels, chosen: Mapping[Width, int]) -> int:
     return sum(chosen[width] for width in resolve_parts(channels))
 
@@ -439,18 +578,20 @@ def _fix(channels: Channels | None) -> None:
 
 
 @contextmanager
-def _naming_node(node: fx.Node) -> Iterator[None]:
+def _naming_node(node: fx.Node, module: nn.Module) -> Iterator[None]:
     """Return a context manager that adds the name of `node` to the message of each ValueError raised inside.
 
-    For a layer or tensor, the name is its path in the module. For a function, the message contains the name of the
-    node and the path of the submodule that calls the function.
+    For a layer or tensor, the name is its path in `module`, with the class of the layer. For a function, the message
+    contains the name of the node and the path of the submodule that calls the function.
     """
     try:
         yield
     except ValueError as error:
         name = str(node.target) if node.op in ("call_module", "get_attr") else node.name
-        scope = f" in {scope_of(node)}" if scope_of(node) and node.op != "call_module" else ""
-        raise ValueError(f"equivariant() cannot convert {name!r}{scope}: {str(error).rstrip('.')}.") from None
+        where = f" in {scope_of(node)}" if scope_of(node) and node.op != "call_module" else ""
+        if node.op == "call_module":
+            where = f" ({type(module.get_submodule(name)).__name__})"
+        raise ValueError(f"equivariant() cannot convert {name!r}{where}: {str(error).rstrip('.')}.") from None
 
 
 def _expect_choice(name: str, value: object, options: tuple[str, ...]) -> None:

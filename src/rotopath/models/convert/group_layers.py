@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -24,10 +24,17 @@ from torch import nn
 from rotopath import group
 from rotopath.models.convert.nodes import ValueKind
 from rotopath.nn import (
+    ChannelNorm2d,
+    ChannelScale,
+    GroupAdaptiveAvgPool2d,
+    GroupAdaptiveMaxPool2d,
     GroupAvgPool2d,
     GroupBatchNorm2d,
     GroupConv2d,
+    GroupConvTranspose2d,
     GroupDropout2d,
+    GroupFilter2d,
+    GroupLayerNorm2d,
     GroupMaxPool2d,
     GroupNorm2d,
     GroupUpsample2d,
@@ -51,6 +58,16 @@ class ConversionOptions:
     projection: Projection
     strides: str
     reflections: bool = False
+    copies: bool = False  # whether the weights of the plain network are copied
+    smooth: bool = False  # whether pools and strides smooth before they subsample
+
+    def kernel_for(self, size: int) -> group.Kernel:
+        """Return the kernel family of a convolution: "bilinear" in place of "harmonic" if the kernel size is even."""
+        return "bilinear" if self.kernel == "harmonic" and size % 2 == 0 else self.kernel
+
+    def blur_for(self, stride: int) -> int:
+        """Return the number of taps of the blur of a pool: 1, no blur, without `smooth` or without a stride."""
+        return 2 * stride + 1 if self.smooth and stride > 1 else 1
 
     @property
     def order(self) -> int:
@@ -159,6 +176,10 @@ def layer_channels(
             return _expect_channels(channels, math.prod(layer.normalized_shape), "LayerNorm"), ()
         case nn.PReLU() if layer.num_parameters > 1:
             return _expect_channels(channels, layer.num_parameters), ()
+        case ChannelScale():
+            return _expect_channels(channels, layer.channels), ()
+        case ChannelNorm2d():
+            return _expect_channels(channels, len(layer.weight)), ()
     return (), ()
 
 
@@ -246,13 +267,20 @@ def build_counterpart(
             statistics = {"track_running_stats": layer.track_running_stats, **_device_and_dtype(layer)}
             return GroupBatchNorm2d(inputs, layer.eps, layer.momentum, layer.affine, **statistics)
         case nn.GroupNorm() | nn.InstanceNorm2d():
-            return _build_group_norm(GroupNorm2d, layer, inputs)
+            return _build_group_norm(partial(GroupNorm2d, per_orientation=options.copies), layer, inputs)
         case nn.MaxPool2d() | nn.AvgPool2d():
-            return _build_pool(layer, options.strides)
+            return _build_pool(layer, options)
+        case ChannelNorm2d():
+            return GroupLayerNorm2d(inputs, layer.eps, **_device_and_dtype(layer), per_orientation=options.copies)
+        case GroupFilter2d():
+            return _build_filter(layer, options.strides)
         case nn.AdaptiveAvgPool2d() | nn.AdaptiveMaxPool2d():
             size = _square(layer.output_size, "output_size")
-            pool = nn.AdaptiveAvgPool3d if isinstance(layer, nn.AdaptiveAvgPool2d) else nn.AdaptiveMaxPool3d
-            return pool((None, size, size))  # None: orientations are not pooled
+            return (
+                GroupAdaptiveAvgPool2d(size)
+                if isinstance(layer, nn.AdaptiveAvgPool2d)
+                else GroupAdaptiveMaxPool2d(size)
+            )
         case nn.Dropout2d():
             return GroupDropout2d(layer.p, layer.inplace)
     return _build_plain(layer, inputs, outputs)
@@ -277,7 +305,9 @@ def count_weights(
         case nn.Conv2d() | nn.ConvTranspose2d():
             taps, axes = prod(layer.kernel_size), 1
             if returns is ValueKind.FEATURES:
-                taps = _count_disc_taps(_kernel_size(layer))
+                taps = _count_taps(
+                    _new_kernel_size(layer, options), options.kernel_for(_new_kernel_size(layer, options))
+                )
                 axes = options.order if reads is ValueKind.FEATURES else 1
             return outputs * (inputs // _group_count(layer, inputs) * axes * taps + bias)
         case nn.Linear():
@@ -288,6 +318,10 @@ def count_weights(
             return 2 * inputs if layer.elementwise_affine else 0
         case nn.PReLU():
             return inputs if layer.num_parameters > 1 else 1
+        case ChannelNorm2d():
+            return 2 * inputs
+        case ChannelScale():
+            return inputs * (1 + (layer.bias is not None))
     return sum(parameter.numel() for parameter in layer.parameters())
 
 
@@ -316,10 +350,15 @@ def _build_conv(
         groups = _group_count(layer, inputs)
         return nn.Conv2d(inputs, outputs, 1, groups=groups, bias=bias, **_device_and_dtype(layer))
     conv_type = GroupConv2d if reads is ValueKind.FEATURES else LiftConv2d
-    settings: dict[str, Any] = {"orientations": options.orientations, "kernel": options.kernel, "bias": bias}
-    settings |= {"groups": _group_count(layer, inputs), "padding_mode": layer.padding_mode}
-    settings |= {"reflections": options.reflections, **_device_and_dtype(layer)}
-    size = _kernel_size(layer)
+    size = _new_kernel_size(layer, options)
+    settings: dict[str, Any] = {"orientations": options.orientations, "kernel": options.kernel_for(size), "bias": bias}
+    settings |= {"groups": _group_count(layer, inputs), "reflections": options.reflections, **_device_and_dtype(layer)}
+    if isinstance(layer, nn.ConvTranspose2d) and _stays_transposed(layer, options):
+        if reads is not ValueKind.FEATURES:
+            raise ValueError("it reads the image; put a convolution before it")
+        settings |= {name: _square(getattr(layer, name), name) for name in ("stride", "padding", "dilation")}
+        return GroupConvTranspose2d(inputs, outputs, size, **settings)
+    settings["padding_mode"] = layer.padding_mode
     if isinstance(layer, nn.ConvTranspose2d):
         factor = _upsampling_factor(layer)
         conv: nn.Module = conv_type(inputs, outputs, size, padding="same", **settings)
@@ -339,14 +378,14 @@ def _build_conv(
         return conv_type(inputs, outputs, size, stride=stride, **settings)
     if size == 1 and conv_type is GroupConv2d:  # faster: the pool makes the input smaller, and the result is the same
         conv = conv_type(inputs, outputs, size, **settings)
-        return nn.Sequential(OrderedDict(pool=GroupAvgPool2d(stride), conv=conv))
-    if dilation > 1:
+        return nn.Sequential(OrderedDict(pool=_build_mean_pool(stride, options), conv=conv))
+    if dilation > 1 or options.smooth:
         conv = conv_type(inputs, outputs, size, **settings)
-        return nn.Sequential(OrderedDict(conv=conv, pool=GroupAvgPool2d(stride)))
+        return nn.Sequential(OrderedDict(conv=conv, pool=_build_mean_pool(stride, options)))
     return nn.Sequential(OrderedDict(conv=conv_type(inputs, outputs, size, pool=stride, **settings)))
 
 
-def _build_pool(layer: nn.MaxPool2d | nn.AvgPool2d, strides: str) -> nn.Module:
+def _build_pool(layer: nn.MaxPool2d | nn.AvgPool2d, options: ConversionOptions) -> nn.Module:
     # ceil_mode has no effect if the windows cover the input exactly. Otherwise, layers of rp.nn raise ValueError.
     pool_type = GroupMaxPool2d if isinstance(layer, nn.MaxPool2d) else GroupAvgPool2d
     size, stride, padding = (_square(getattr(layer, f), f) for f in ("kernel_size", "stride", "padding"))
@@ -356,9 +395,21 @@ def _build_pool(layer: nn.MaxPool2d | nn.AvgPool2d, strides: str) -> nn.Module:
         raise ValueError(
             "its divisor is not the number of pixels in its window; use count_include_pad=True and no divisor_override"
         )
-    if strides == "keep" or _fits_multiples_of_stride(size, stride, padding):
-        return pool_type(size, stride, padding)
-    return nn.Sequential(OrderedDict(window=pool_type(size, 1, padding), pool=GroupAvgPool2d(stride)))
+    if options.strides == "keep" or _fits_multiples_of_stride(size, stride, padding):
+        return pool_type(size, stride, padding, blur=options.blur_for(stride))
+    return nn.Sequential(OrderedDict(window=pool_type(size, 1, padding), pool=_build_mean_pool(stride, options)))
+
+
+def _build_mean_pool(stride: int, options: ConversionOptions) -> GroupAvgPool2d:
+    """Build the mean pool that reduces the size in place of a stride."""
+    return GroupAvgPool2d(stride, blur=options.blur_for(stride))
+
+
+def _build_filter(layer: GroupFilter2d, strides: str) -> GroupFilter2d:
+    stride, size = layer.stride, layer.taps.shape[0]
+    if strides == "keep" or _fits_multiples_of_stride(size, stride, layer.padding):
+        return GroupFilter2d(layer.taps, stride, layer.padding)
+    return GroupFilter2d(layer.taps, 1, layer.padding, pool=stride)
 
 
 def _build_plain(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
@@ -377,12 +428,17 @@ def _build_plain(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
             return norm_type(inputs, layer.eps, layer.momentum, layer.affine, **statistics)
         case nn.GroupNorm() | nn.InstanceNorm2d():
             return _build_group_norm(nn.GroupNorm, layer, inputs)
+        case ChannelNorm2d():
+            return ChannelNorm2d(inputs, layer.eps, **_device_and_dtype(layer))
         case nn.LayerNorm():
             return nn.LayerNorm(inputs, layer.eps, layer.elementwise_affine, **_device_and_dtype(layer))
         case nn.Linear():
             return nn.Linear(inputs, outputs, layer.bias is not None, **_device_and_dtype(layer))
         case nn.PReLU():
             return nn.PReLU(inputs if layer.num_parameters > 1 else 1, **_device_and_dtype(layer))
+        case ChannelScale():
+            init = float(layer.weight.detach().mean())
+            return ChannelScale(inputs, layer.bias is not None, init, **_device_and_dtype(layer))
     return copy.deepcopy(layer)
 
 
@@ -404,21 +460,30 @@ def _build_group_norm(norm_type: Any, layer: nn.GroupNorm | nn.InstanceNorm2d, c
     return norm
 
 
-def _kernel_size(layer: nn.Conv2d | nn.ConvTranspose2d) -> int:
+def _new_kernel_size(layer: nn.Conv2d | nn.ConvTranspose2d, options: ConversionOptions) -> int:
     """Return the side, in px, of the new convolution's kernel.
 
-    If the kernel size of a transposed convolution is even, it is increased by 1. Raises ValueError if the kernel is not
-    square, or if the kernel size of an ordinary convolution is even.
+    If a transposed convolution becomes an ordinary one, and its kernel size is even, it is increased by 1. Raises
+    ValueError if the kernel is not square.
     """
     size = _square(layer.kernel_size, "kernel_size")
-    if isinstance(layer, nn.ConvTranspose2d):
+    if isinstance(layer, nn.ConvTranspose2d) and not _stays_transposed(layer, options):
         return size + 1 - size % 2
-    if size % 2 == 0:
-        raise ValueError(
-            f"its kernel of {size} × {size} px has no center pixel to rotate about; use an odd size, and add a pool "
-            f"after this layer if the image should become smaller"
-        )
     return size
+
+
+def _stays_transposed(layer: nn.ConvTranspose2d, options: ConversionOptions) -> bool:
+    """Return whether a transposed convolution becomes a `GroupConvTranspose2d`, and not upsampling and a convolution.
+
+    It does if its weights are copied, or if it does not enlarge every image by exactly its stride.
+    """
+    extra = _square(layer.output_padding, "output_padding")
+    if options.copies and extra:
+        raise ValueError(
+            f"its output_padding of {extra} px is added at one end only, which is not symmetric under rotation; its "
+            f"weights cannot be copied, so use weights='new'"
+        )
+    return options.copies or not (extra or _enlarges_by_stride(layer))
 
 
 def _upsampling_factor(layer: nn.ConvTranspose2d) -> int:
@@ -426,14 +491,19 @@ def _upsampling_factor(layer: nn.ConvTranspose2d) -> int:
 
     Raises ValueError if the layer does not enlarge every input by exactly this factor.
     """
-    stride, padding, dilation = (_square(getattr(layer, f), f) for f in ("stride", "padding", "dilation"))
-    size, extra = _square(layer.kernel_size, "kernel_size"), _square(layer.output_padding, "output_padding")
-    if dilation * (size - 1) + 1 + extra - 2 * padding != stride:
+    stride = _square(layer.stride, "stride")
+    if not _enlarges_by_stride(layer):
         raise ValueError(
             f"it does not enlarge every image by a factor of {stride}, its stride; use kernel_size={stride} without "
             f"padding or dilation, or replace it by Upsample and Conv2d"
         )
     return stride
+
+
+def _enlarges_by_stride(layer: nn.ConvTranspose2d) -> bool:
+    stride, padding, dilation = (_square(getattr(layer, f), f) for f in ("stride", "padding", "dilation"))
+    size, extra = _square(layer.kernel_size, "kernel_size"), _square(layer.output_padding, "output_padding")
+    return dilation * (size - 1) + 1 + extra - 2 * padding == stride
 
 
 def _fits_multiples_of_stride(size: int, stride: int, padding: int, dilation: int = 1) -> bool:
@@ -468,9 +538,9 @@ def _square(value: object, name: str) -> int:
 
 
 @cache
-def _count_disc_taps(size: int) -> int:
-    """Return the number of learned weights of a kernel of size × size px: its entries inside the disc (`disc_mask`)."""
-    return int(group.disc_mask(size).sum())
+def _count_taps(size: int, kernel: group.Kernel) -> int:
+    """Return the number of learned weights of a kernel of size × size px. This function is called often."""
+    return group.count_taps(size, kernel)
 
 
 def _device_and_dtype(layer: nn.Module) -> Mapping[str, Any]:

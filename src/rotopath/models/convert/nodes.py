@@ -27,18 +27,19 @@ from rotopath.models.trace import (
     get_attribute,
     is_size,
 )
-from rotopath.nn import center_crop
+from rotopath.nn import ChannelNorm2d, ChannelScale, GroupFilter2d, StochasticDepth, center_crop
+from rotopath.nn.pool import reduce_channels, shuffle_channels, take_channels
 
 # Role of each layer of torch in the conversion. Functions have further roles, such as "pad" (`classify_node`).
 LAYER_ROLES: dict[type[nn.Module] | tuple[type[nn.Module], ...], str] = {
     nn.Conv2d: "convolution",
     nn.ConvTranspose2d: "transposed",
-    (nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm2d): "norm",
-    (nn.MaxPool2d, nn.AvgPool2d): "window",
+    (nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm2d, ChannelNorm2d): "norm",
+    (nn.MaxPool2d, nn.AvgPool2d, GroupFilter2d): "window",
     (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d): "adaptive",
     (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d): "resize",
-    (*POINTWISE_LAYERS, nn.PReLU, nn.Identity): "pointwise",
-    DROPOUTS: "dropout",
+    (*POINTWISE_LAYERS, nn.PReLU, nn.Identity, ChannelScale): "pointwise",
+    (*DROPOUTS, StochasticDepth): "dropout",
     nn.Flatten: "flatten",
     nn.Linear: "linear",
     (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.BatchNorm1d, nn.LayerNorm): "plain",
@@ -52,12 +53,16 @@ LAYER_OF_FUNCTION: dict[Callable[..., Any], type[nn.Module]] = {
     F.dropout: nn.Dropout,
     F.dropout2d: nn.Dropout2d,
 }
+# Functions that take, reorder or reduce channels, and thus commute with rotation → role.
+CHANNEL_FUNCTIONS = {take_channels: "take", shuffle_channels: "shuffle", reduce_channels: "reduce"}
 GLOBAL_POOLS = {"mean": nn.AdaptiveAvgPool2d, "amax": nn.AdaptiveMaxPool2d}  # mean or maximum over all positions
 PLAIN_FUNCTIONS = ("softmax", "log_softmax", "argmax", "squeeze", "normalize")  # for values without orientations
 FLATTEN_FUNCTIONS = ("flatten", "view", "reshape")
 PLAIN_ROLES = ("flatten", "linear", "plain", "output")  # roles that need values without orientations
 # Roles of operations that are equivariant both before and after the projection.
-MOVABLE_ROLES = ("pointwise", "dropout", "norm", "adaptive", "resize", "pad", "crop")
+MOVABLE_ROLES = ("pointwise", "dropout", "norm", "adaptive", "resize", "pad", "crop", "take", "shuffle")
+# Roles of operations that commute with a mean over orientations, because they are linear (in evaluation mode).
+LINEAR_ROLES = ("dropout", "adaptive", "resize", "pad", "crop", "take", "shuffle")
 
 
 class ValueKind(Enum):
@@ -118,6 +123,8 @@ def classify_node(node: fx.Node, model: nn.Module) -> Operation:
         return Operation("concatenation")
     if node.target is center_crop:
         return Operation("crop")
+    if node.target in CHANNEL_FUNCTIONS:
+        return Operation(CHANNEL_FUNCTIONS[node.target])
     if node.target in RELUS or node.target in pointwise:
         return Operation("pointwise")
     if name in GLOBAL_POOLS and _reduces_height_and_width(node):
@@ -133,7 +140,7 @@ def classify_node(node: fx.Node, model: nn.Module) -> Operation:
     )
 
 
-def assign_kinds(operations: Mapping[fx.Node, Operation]) -> dict[fx.Node, ValueKind]:
+def assign_kinds(operations: Mapping[fx.Node, Operation], linear_head: bool = False) -> dict[fx.Node, ValueKind]:
     """Return the kind of each node's output, which determines where images are lifted and features are projected.
 
     A convolution that reads an image lifts it to features, unless the convolution is 1 × 1 with stride 1 and without
@@ -144,6 +151,9 @@ def assign_kinds(operations: Mapping[fx.Node, Operation]) -> dict[fx.Node, Value
       then reduced at each position separately.
     - A 1 × 1 convolution near the end comes after the projection if no other convolution and no `Linear` follows it,
       because this convolution is then the classifier.
+
+    With `linear_head`, only operations that commute with a mean over orientations come after the projection. The
+    network then computes the mean of its outputs over orientations.
 
     Raises ValueError if no convolution lifts the image.
     """
@@ -158,7 +168,7 @@ def assign_kinds(operations: Mapping[fx.Node, Operation]) -> dict[fx.Node, Value
     for node in reversed(kinds):
         is_last = all(kinds[user] is ValueKind.PLAIN for user in _value_users(node, kinds))
         if kinds[node] is ValueKind.FEATURES and is_last:
-            for head in _find_head(node, operations, kinds):
+            for head in _find_head(node, operations, kinds, linear_head):
                 kinds[head] = ValueKind.PLAIN
     return kinds
 
@@ -183,13 +193,14 @@ def _kind_if_projected_late(node: fx.Node, operation: Operation, kinds: Mapping[
 
 
 def _find_head(
-    last: fx.Node, operations: Mapping[fx.Node, Operation], kinds: Mapping[fx.Node, ValueKind]
+    last: fx.Node, operations: Mapping[fx.Node, Operation], kinds: Mapping[fx.Node, ValueKind], is_linear: bool
 ) -> list[fx.Node]:
     """Return the nodes that `assign_kinds` moves after the projection; an empty list if no node is moved.
 
     `last` is a node directly before a projection. The list starts with `last` and goes backward through the graph: each
     further node computes the input of the node before it in the list. The list ends with the adaptive pool or the
-    classifier (the last 1 × 1 convolution). If both are moved, it ends with the one that the network calls first.
+    classifier (the last 1 × 1 convolution). If both are moved, it ends with the one that the network calls first. If
+    `is_linear`, only linear operations are moved.
     """
     has_classifier = any(_is_linear_map(operations[node]) for node in _descendants(last) if node in operations)
     chain: list[fx.Node] = []
@@ -198,7 +209,9 @@ def _find_head(
     while all(user in chain or kinds[user] is ValueKind.PLAIN for user in _value_users(node, kinds)):
         operation = operations[node]
         is_classifier = operation.is_pointwise_conv() and not has_classifier
-        if operation.role not in MOVABLE_ROLES and not is_classifier:
+        if operation.role not in (LINEAR_ROLES if is_linear else MOVABLE_ROLES) and not is_classifier:
+            break
+        if is_linear and isinstance(operation.layer, nn.AdaptiveMaxPool2d):
             break
         chain.append(node)
         if operation.role == "adaptive" or is_classifier:
@@ -279,11 +292,12 @@ def _classify_resize(size: Any, options: Mapping[str, Any], layer: nn.Module | N
 
 def _classify_pad(node: fx.Node) -> Operation:
     margins = node.args[1] if len(node.args) > 1 else node.kwargs["pad"]
-    mode = node.kwargs.get("mode", node.args[2] if len(node.args) > 2 else "constant")
-    if not isinstance(margins, tuple | list) or len(margins) != 4 or mode != "constant":
+    if not isinstance(margins, tuple | list) or len(margins) != 4:
+        raise ValueError("only padding of height and width is supported; use pad(x, (left, right, top, bottom))")
+    if all(isinstance(margin, int) for margin in margins) and len(set(margins)) > 1:
         raise ValueError(
-            "only constant padding of height and width is supported; use pad(x, (left, right, top, bottom)), or the "
-            "padding_mode of a convolution"
+            f"it pads by {tuple(margins)} px (left, right, top, bottom), which is not symmetric under rotation; use "
+            f"the same padding on all sides"
         )
     return Operation("pad")
 

@@ -18,16 +18,23 @@ from torch.jit import is_scripting, is_tracing  # type: ignore[attr-defined]
 
 from rotopath.models.trace import DROPOUTS, POINTWISE_LAYERS
 from rotopath.nn import (
+    ChannelNorm2d,
+    ChannelScale,
+    GroupAdaptiveAvgPool2d,
+    GroupAdaptiveMaxPool2d,
     GroupAvgPool2d,
     GroupBatchNorm2d,
     GroupConv2d,
+    GroupConvTranspose2d,
     GroupDropout2d,
+    GroupFilter2d,
     GroupLayerNorm2d,
     GroupMaxPool2d,
     GroupNorm2d,
     GroupUpsample2d,
     LiftConv2d,
     Project,
+    StochasticDepth,
     center_crop,
 )
 from rotopath.nn.pool import blur_and_subsample, smooth_sqrt
@@ -35,9 +42,12 @@ from rotopath.nn.project import project_attention, project_fourier, project_max
 
 # Layers that accept SE(2) features only.
 GROUP_LAYERS = (
+    GroupAdaptiveAvgPool2d,
+    GroupAdaptiveMaxPool2d,
     GroupAvgPool2d,
     GroupBatchNorm2d,
     GroupConv2d,
+    GroupConvTranspose2d,
     GroupDropout2d,
     GroupLayerNorm2d,
     GroupMaxPool2d,
@@ -58,6 +68,12 @@ def replace_image_layer(layer: nn.Module) -> tuple[nn.Module, int | None]:
             return _plain_conv(layer, layer.in_channels), layer.order
         case nn.BatchNorm2d():
             return Scale2d(*_batch_norm_affine(layer)), None
+        case ChannelScale():
+            return _plain_scale(layer, 1), None
+        case GroupFilter2d():
+            return _plain_filter(layer), None
+        case StochasticDepth():
+            return nn.Identity(), None
         case nn.Conv2d():
             plain = copy.deepcopy(layer)
             return plain.to(memory_format=torch.channels_last), None  # type: ignore[call-overload]
@@ -83,22 +99,36 @@ def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module,
             if layer.order != n:
                 raise ValueError(_describe_wrong_orientations(layer, layer.order, n))
             return _plain_conv(layer, layer.in_channels * n), n
+        case GroupConvTranspose2d():
+            if layer.order != n:
+                raise ValueError(_describe_wrong_orientations(layer, layer.order, n))
+            return _plain_transposed_conv(layer), n
         case GroupBatchNorm2d():
             factor, shift = _batch_norm_affine(layer)
             return Scale2d(factor.repeat_interleave(n), shift.repeat_interleave(n)), n
+        case ChannelScale():
+            return _plain_scale(layer, n), n
+        case GroupFilter2d():
+            return _plain_filter(layer), n
+        case StochasticDepth():
+            return nn.Identity(), n
+        case GroupNorm2d() | GroupLayerNorm2d() if layer.per_orientation:
+            return OrientationNorm2d(layer, n), n
         case GroupNorm2d():
             return _plain_group_norm(layer, n), n
         case GroupLayerNorm2d():
             weight, bias = (values.detach().repeat_interleave(n) for values in (layer.weight, layer.bias))
-            return ChannelNorm2d(weight, bias, layer.eps), n
+            norm = ChannelNorm2d(len(weight), layer.eps)
+            norm.weight, norm.bias = nn.Parameter(weight), nn.Parameter(bias)
+            return norm, n
         case GroupMaxPool2d() | GroupAvgPool2d():
             return _plain_pool(layer), n
         case GroupUpsample2d():
             return nn.Upsample(scale_factor=float(layer.scale), mode=layer.mode), n
-        case nn.AdaptiveAvgPool3d(output_size=(None, *size)):
-            return nn.AdaptiveAvgPool2d(tuple(size)), n
-        case nn.AdaptiveMaxPool3d(output_size=(None, *size)):
-            return nn.AdaptiveMaxPool2d(tuple(size)), n
+        case GroupAdaptiveAvgPool2d():
+            return nn.AdaptiveAvgPool2d(layer.size), n
+        case GroupAdaptiveMaxPool2d():
+            return nn.AdaptiveMaxPool2d(layer.size), n
         case Project():
             return _plain_projection(layer, n), None
         case nn.PReLU():
@@ -204,6 +234,25 @@ class BlurredPool2d(nn.Module):
         return f"{self.size}, stride={self.stride}, padding={self.padding}, {self.mode!r}, taps={len(self.taps)}"
 
 
+class FixedFilter2d(nn.Module):
+    """Filter each map of (B, C, H, W) with the same fixed `taps` (k, k). `stride` and `padding` are in px."""
+
+    taps: Tensor
+
+    def __init__(self, taps: Tensor, stride: int, padding: int) -> None:
+        super().__init__()
+        self.stride, self.padding = stride, padding
+        self.register_buffer("taps", taps.detach().clone()[None, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels = x.size(1)
+        taps = self.taps.to(x).expand(channels, -1, -1, -1)
+        return F.conv2d(x, taps, None, self.stride, self.padding, groups=channels)
+
+    def extra_repr(self) -> str:
+        return f"{self.taps.shape[-1]}, stride={self.stride}, padding={self.padding}"
+
+
 class Scale2d(nn.Module):
     """Scale and shift each channel of maps (B, C, H, W), as a batch norm in evaluation mode does.
 
@@ -225,24 +274,37 @@ class Scale2d(nn.Module):
         return str(self.factor.shape[0])
 
 
-class ChannelNorm2d(nn.Module):
-    """Layer norm over the channels at each pixel of maps (B, C, H, W).
+class OrientationNorm2d(nn.Module):
+    """Normalize each of the N orientations of maps (B, C·N, H, W) by itself, as norms with `per_orientation` do.
 
-    `weight` and `bias` are the scale and the shift of each channel, (C,). `eps` is added to the variance.
+    `norm` is the norm of `rp.nn`: a `GroupLayerNorm2d`, which normalizes each pixel over the channels, or a
+    `GroupNorm2d`, which normalizes groups of channels over all pixels (`groups`; 0 for a layer norm).
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, norm: GroupNorm2d | GroupLayerNorm2d, orientations: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight)
-        self.bias = nn.Parameter(bias)
-        self.eps = eps
+        self.orientations, self.eps = orientations, norm.eps
+        self.groups = norm.num_groups if isinstance(norm, GroupNorm2d) else 0
+        channels = norm.num_channels if isinstance(norm, GroupNorm2d) else norm.channels
+        ones = torch.ones(channels) if norm.weight is None else norm.weight.detach()
+        self.register_buffer("weight", ones.clone())
+        self.register_buffer("bias", torch.zeros_like(ones) if norm.bias is None else norm.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.permute(0, 2, 3, 1)  # (B, H, W, C), contiguous for channels-last x
-        return F.layer_norm(rows, self.weight.shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+        maps = torch.unflatten(x, 1, [-1, self.orientations])  # (B, C, N, H, W)
+        if self.groups == 0:
+            rows = maps.permute(0, 2, 3, 4, 1)  # (B, N, H, W, C)
+            normalized = F.layer_norm(rows, self.weight.shape, self.weight, self.bias, self.eps)
+            return normalized.permute(0, 4, 1, 2, 3).flatten(1, 2)
+        samples = maps.transpose(1, 2)  # (B, N, C, H, W)
+        normalized = F.group_norm(samples.flatten(0, 1), self.groups, self.weight, self.bias, self.eps)
+        return torch.unflatten(normalized, 0, [-1, self.orientations]).transpose(1, 2).flatten(1, 2)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        return f"{self.weight.shape[0]}, orientations={self.orientations}, groups={self.groups}, eps={self.eps}"
 
 
 class CenterCrop2d(nn.Module):
@@ -285,6 +347,36 @@ def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
     if layer.bias is not None:
         conv.bias = nn.Parameter(layer.bias.detach().repeat_interleave(layer.order))
     return conv
+
+
+def _plain_transposed_conv(layer: GroupConvTranspose2d) -> nn.ConvTranspose2d:
+    n = layer.order
+    conv = nn.ConvTranspose2d(
+        layer.in_channels * n,
+        layer.out_channels * n,
+        layer.kernel_size,
+        layer.stride,
+        layer.padding,
+        groups=layer.groups,
+        bias=layer.bias is not None,
+        dilation=layer.dilation,
+        device="meta",
+    )
+    conv.weight = nn.Parameter(layer.transposed_kernels().detach().contiguous())
+    if layer.bias is not None:
+        conv.bias = nn.Parameter(layer.bias.detach().repeat_interleave(n))
+    return conv
+
+
+def _plain_scale(layer: ChannelScale, orientations: int) -> "Scale2d":
+    factor = layer.weight.detach().repeat_interleave(orientations)
+    shift = torch.zeros_like(factor) if layer.bias is None else layer.bias.detach().repeat_interleave(orientations)
+    return Scale2d(factor, shift)
+
+
+def _plain_filter(layer: GroupFilter2d) -> nn.Module:
+    plain = FixedFilter2d(layer.taps, layer.stride, layer.padding)
+    return plain if layer.pool == 1 else nn.Sequential(plain, nn.AvgPool2d(layer.pool))
 
 
 def _plain_pool(layer: GroupMaxPool2d | GroupAvgPool2d) -> nn.Module:

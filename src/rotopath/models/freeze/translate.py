@@ -28,8 +28,8 @@ from rotopath.models.trace import (
     scope_of,
     trace_graph,
 )
-from rotopath.nn import GroupConv2d, LiftConv2d, center_crop, concatenate
-from rotopath.nn.pool import pad_evenly, resize
+from rotopath.nn import GroupConv2d, GroupConvTranspose2d, LiftConv2d, center_crop, concatenate
+from rotopath.nn.pool import pad_evenly, reduce_channels, resize, shuffle_channels, take_channels
 
 CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double")
 # Functions of rp.nn that check sizes → functions of torch that compute the same without checks.
@@ -129,6 +129,8 @@ class Translator:
         if node.target in RELUS:
             in_place = RELUS[node.target] or node.kwargs.get("inplace", False) or True in node.args[1:]
             return self._call_relu(node, orientations, bool(in_place))
+        if node.target in (take_channels, shuffle_channels, reduce_channels):
+            return self._select_channels(node, orientations)
         if orientations is None:
             if node.target is concatenate:
                 raise ValueError(
@@ -213,6 +215,21 @@ class Translator:
         self._set_orientations(node, orientations)
         return self.graph.call_function(torch.cat, (self._new(parts),), {"dim": 1})
 
+    def _select_channels(self, node: fx.Node, orientations: int | None) -> fx.Node:
+        """Translate a function of rp.nn that takes, shuffles or reduces channels, with its arguments by position."""
+        x, *arguments = self._new(node.args)
+        self._set_orientations(node, orientations)
+        n = orientations or 1
+        if node.target is take_channels:
+            first, count = arguments
+            return self.graph.call_method("narrow", (x, 1, first * n, count * n))
+        split = self.graph.call_method("unflatten", (x, 1, [-1, n]))  # (B, C, N, H, W)
+        if node.target is reduce_channels:
+            name = {"mean": "mean", "max": "amax"}[arguments[0]]
+            return self.graph.call_method(name, (split, 1))  # (B, N, H, W)
+        grouped = self.graph.call_method("unflatten", (split, 1, [arguments[0], -1]))
+        return self.graph.call_method("flatten", (self.graph.call_method("transpose", (grouped, 1, 2)), 1, 3))
+
     def _slice_pixels(self, node: fx.Node, orientations: int) -> fx.Node:
         index: Any = node.args[1]
         is_spatial = isinstance(index, tuple) and len(index) == 3 and index[0] is ...
@@ -273,7 +290,11 @@ class Translator:
             if isinstance(layer, LiftConv2d | ArchitectureNetwork):
                 return None
             if isinstance(layer, GROUP_LAYERS) or user.target is concatenate:
-                orders = {m.order for m in self.model.modules() if isinstance(m, LiftConv2d | GroupConv2d)}
+                orders = {
+                    m.order
+                    for m in self.model.modules()
+                    if isinstance(m, LiftConv2d | GroupConv2d | GroupConvTranspose2d)
+                }
                 if len(orders) != 1:
                     convolutions = f"convolutions with {' and '.join(map(str, sorted(orders)))} orientations"
                     raise ValueError(
@@ -290,8 +311,10 @@ class Translator:
     def _has_single_channel(self, node: fx.Node) -> bool:
         """Return whether an old node returns SE(2) features with a single channel, (B, 1, N, H, W)."""
         layer = self._layer(node)
-        if isinstance(layer, LiftConv2d | GroupConv2d):
+        if isinstance(layer, LiftConv2d | GroupConv2d | GroupConvTranspose2d):
             return layer.out_channels == 1
+        if node.target in (take_channels, reduce_channels):
+            return node.target is reduce_channels or bool(node.args[2] == 1)
         sources = [source for source in node.all_input_nodes if source in self.orientations]
         sources = [source for source in sources if not _reads_only_type(node, source)]
         is_joined = node.target in (concatenate, torch.cat)
