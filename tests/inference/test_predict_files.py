@@ -360,6 +360,10 @@ def test_large_corrections_of_the_same_size_are_not_replaced(
     assert "already done" in call(*words, "--threshold", 0.3).output, "compared by size, which is fast"
     assert call(*words, "--threshold", 0.4).exit_code == 2
     assert path.read_bytes() == corrected
+    monkeypatch.setattr(predict_files, "MAX_JSON_BYTES", 10)
+    path.write_text("it is too large to see whether it is damaged")
+    assert call(*words, "--threshold", 0.4).exit_code == 2
+    assert path.read_text().startswith("it is too large")
 
 
 def test_corrections_that_are_saved_during_a_prediction_are_kept(

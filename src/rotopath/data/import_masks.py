@@ -3,16 +3,19 @@
 Objects become outlines that cover exactly their pixels.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+import struct
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
 from rotopath.data.annotations import AnnotationError
-from rotopath.images.files import open_image, read_labels, read_rgb
+from rotopath.images.files import expect_file, open_image, read_labels, read_rgb
 from rotopath.images.geojson import MAX_COORDINATE_PX, SlideObject
 from rotopath.images.outlines import Point, trace_outlines
 
@@ -20,7 +23,13 @@ MaskKind = Literal["objects", "binary", "classes"]
 MASK_KINDS: tuple[MaskKind, ...] = ("objects", "binary", "classes")
 MAX_CLASSES = 32  # an image with more colors is not a mask of classes
 PARTS_PER_NUMBER = 2  # if few numbers have more parts than this on average, they are not numbers of objects
-MAX_MAT_ELEMENTS = 2**28
+MAX_MAT_ELEMENTS, MAX_MAT_BYTES = 2**28, 2**31
+# Numbers in MATLAB files of version 5 to 7.2, from MathWorks' description of the format
+MAT_HEADER = 128  # bytes
+MAT_BYTE_ORDERS = {b"\x00\x01IM": "<", b"\x01\x00MI": ">"}  # by the end of the header
+MAT_MATRIX, MAT_COMPRESSED, MAT_COMPLEX = 14, 15, 0x800
+MAT_NUMBERS = range(6, 16)  # classes of arrays of numbers; others are text, structures, ...
+MAT_TYPES = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
 MAX_MASK_PX = 2**30
 MAX_RUN_BITS = 40
 ALL_NEIGHBORS = np.ones((3, 3), int)  # pixels are connected by sides and by corners
@@ -179,30 +188,88 @@ def read_mat(path: Path) -> MaskObjects:
     return MaskObjects(objects, (labels.shape[0], labels.shape[1]))
 
 
-def _read_mat_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+def _read_mat_arrays(path: Path, names: Collection[str]) -> dict[str, NDArray[Any]]:
     """Read arrays of numbers from a MATLAB file. Arrays of any other type are refused, and other names are not read."""
-    from scipy.io import loadmat, whosmat
-
+    expect_file(path)
     try:
-        sizes = {name: shape for name, shape, _ in whosmat(path)}
-        if any(np.prod(sizes.get(name, (0,)), dtype=np.float64) > MAX_MAT_ELEMENTS for name in names):
-            raise AnnotationError(path, f"has an array of more than {MAX_MAT_ELEMENTS} numbers; divide the image.")
-        arrays = loadmat(path, variable_names=names, chars_as_strings=False, struct_as_record=True)
-    except NotImplementedError:  # files of MATLAB 7.3 are HDF5
-        arrays = _read_hdf5_arrays(path, names)
-    except AnnotationError:
-        raise
+        with path.open("rb") as file:
+            header, is_hdf5 = file.read(MAT_HEADER), False
+            if header[:4] == b"\x89HDF" or header[124:128] in (b"\x00\x02IM", b"\x02\x00MI"):  # MATLAB 7.3
+                is_hdf5 = True
+            elif header[124:128] not in MAT_BYTE_ORDERS:
+                raise ValueError("its header is not that of a MATLAB file of version 5 to 7.3")
+            else:
+                found = dict(_read_mat_variables(file, MAT_BYTE_ORDERS[header[124:128]], names))
     except FileNotFoundError:
         raise AnnotationError(path, "does not exist.") from None
-    except Exception as error:  # the reader raises errors of any type for damaged bytes
+    except (OSError, ValueError, zlib.error, struct.error) as error:
         raise AnnotationError(path, f"is damaged or not a MATLAB file ({error}); save it again.") from None
-    found = {name: arrays[name] for name in names if name in arrays}
+    if is_hdf5:
+        found = _read_hdf5_arrays(path, names)
     if wrong := [name for name, values in found.items() if values.dtype.kind not in "uifb"]:
         raise AnnotationError(path, f"has an array `{wrong[0]}` of type {found[wrong[0]].dtype}; expected numbers.")
+    if large := [name for name, values in found.items() if values.size > MAX_MAT_ELEMENTS]:
+        raise AnnotationError(path, f"has an array `{large[0]}` of more than {MAX_MAT_ELEMENTS} numbers.")
     return found
 
 
-def _read_hdf5_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+def _read_mat_variables(file: BinaryIO, order: str, names: Collection[str]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield the names and values of the variables of a MATLAB file of version 5 to 7.2 that are in `names`.
+
+    `file` is at the end of the header, and `order` is its byte order, "<" or ">". Variables that are not arrays of real
+    numbers are yielded as an empty array of type object. Raises ValueError, zlib.error or struct.error if the file is
+    damaged. SciPy's reader is not used, because damaged bytes can end the process in it.
+    """
+    while tag := file.read(8):
+        kind, size = struct.unpack(order + "II", tag)
+        content = file.read(min(size, MAX_MAT_BYTES))
+        if len(content) < size:
+            raise ValueError("it is cut off")
+        if kind == MAT_COMPRESSED:
+            unpacker = zlib.decompressobj()
+            content = unpacker.decompress(content, MAX_MAT_BYTES)
+            if unpacker.unconsumed_tail:
+                raise ValueError(f"a variable has more than {MAX_MAT_BYTES >> 20} MB")
+            if not unpacker.eof:
+                raise ValueError("it is cut off")
+            kind, size = struct.unpack_from(order + "II", content)
+            content = content[8 : 8 + size]
+        if kind != MAT_MATRIX:
+            raise ValueError("it contains something that is not a variable")
+        elements = _read_mat_elements(content, order)
+        flags, shape, name = (next(elements, (0, b""))[1] for _ in range(3))
+        if (text := name.decode("latin-1")) not in names:
+            continue
+        (flag,) = struct.unpack_from(order + "I", flags)
+        if flag & 0xFF not in MAT_NUMBERS or flag & MAT_COMPLEX:
+            yield text, np.empty(0, object)
+            continue
+        stored, values = next(elements, (0, b""))
+        if stored not in MAT_TYPES:
+            raise ValueError(f"its array {text} has numbers of an unknown type")
+        sizes = np.frombuffer(shape, order + "i4").tolist()
+        array = np.frombuffer(values, order + MAT_TYPES[stored])
+        if min(sizes, default=-1) < 0 or math.prod(sizes) != len(array):
+            raise ValueError(f"its array {text} has {len(array)} numbers for the shape {sizes}")
+        yield text, array.reshape(sizes, order="F").astype(MAT_TYPES[stored])
+
+
+def _read_mat_elements(content: bytes, order: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the types and bytes of the parts of a variable. Raises ValueError if the last one is cut off."""
+    position = 0
+    while position < len(content):
+        kind, size = struct.unpack_from(order + "II", content, position)
+        if kind >> 16:  # a small part: size and type have 16 bits each, and the bytes take the place of the size
+            kind, size, begin, after = kind & 0xFFFF, kind >> 16, position + 4, position + 8
+        else:
+            begin, after = position + 8, position + 8 + -(-size // 8) * 8  # the next part begins at a multiple of 8
+        if begin + size > min(after, len(content)):
+            raise ValueError("a part of it is cut off")
+        yield kind, content[begin : begin + size]
+        position = after
+
+
+def _read_hdf5_arrays(path: Path, names: Collection[str]) -> dict[str, NDArray[Any]]:
     """Read arrays of numbers from an HDF5 file of MATLAB, which stores columns before rows."""
     import h5py
 

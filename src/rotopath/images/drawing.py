@@ -27,8 +27,8 @@ from rotopath.images.slides import Slide
 MAX_OVERLAY_PX = 1600  # maximum length of the longer side of an overlay
 MIN_OVERLAY_PX = 480  # smaller overlays are widened to the right, because a caption needs space
 MAX_HEAT_OPACITY = 0.4  # opacity of the color where the heat map is 1; the tissue must stay visible
-THICK_OUTLINE_UM_PX = 0.5  # at finer pixel spacings, a nucleus has 10 px or more, and its outline a width of 2 px
 MAX_OUTLINE_UM_PX = 2.0  # at coarser pixel spacings, outlines of detections are not drawn: they would be only dots
+WIDE_UM_PX = 0.5  # at this pixel spacing or a finer one, outlines of detections are 2 px wide
 RING_RADIUS_UM, MIN_RING_RADIUS_PX = 15.0, 7  # radius of the rings around points, and its minimum on the overlay
 MAX_DRAWN = 20_000  # maximum number of objects that are drawn
 FONT_PX, MARGIN_PX = 16, 12  # size of the text, and distance between text and edges, in pixels
@@ -147,8 +147,7 @@ def _draw_object(pen: ImageDraw.ImageDraw, item: SlideObject, color: Color, scal
                 line = (np.concatenate([ring, ring[:1]])[:, ::-1] * scale).ravel().tolist()  # x, y, x, y, ...
                 if item.kind == "annotation":
                     pen.line(line, fill=PAPER, width=4, joint="curve")
-                is_thick = item.kind == "annotation" or spacing_um_px <= THICK_OUTLINE_UM_PX
-                pen.line(line, fill=color, width=2 if is_thick else 1)
+                pen.line(line, fill=color, width=2 if item.kind == "annotation" or spacing_um_px <= WIDE_UM_PX else 1)
 
 
 def _frame(

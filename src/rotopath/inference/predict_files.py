@@ -46,7 +46,14 @@ from rotopath.images import Slide, UnreadableFileError, open_slide
 from rotopath.images.containers import SLIDE_SUFFIXES, is_slide_folder, keep_one_file_per_series
 from rotopath.images.drawing import MAX_DRAWN, draw_crops
 from rotopath.images.files import expect_file
-from rotopath.images.geojson import SlideObject, read_json, write_geojson, write_parquet, write_rows
+from rotopath.images.geojson import (
+    MAX_JSON_BYTES,
+    SlideObject,
+    read_json,
+    write_geojson,
+    write_parquet,
+    write_rows,
+)
 from rotopath.images.outlines import Point, Polygon
 from rotopath.images.pyramid import MapWriter, StoredMap, write_pyramid
 from rotopath.images.tissue import make_region
@@ -329,6 +336,8 @@ def _is_corrected(folder: Path, hashed_bytes: float = math.inf) -> bool:
     try:
         if is_unchanged(folder / GEOJSON, _read_summary(folder)["files"][GEOJSON], hashed_bytes):
             return False
+        if (folder / GEOJSON).stat().st_size > MAX_JSON_BYTES:  # it cannot be read as a whole, and may be valid
+            return True
         return isinstance(read_json(folder / GEOJSON), dict | list)  # a person may draw shapes that are not used here
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
