@@ -294,7 +294,10 @@ def test_learned_projections_add_few_weights_and_start_as_the_mean(
     ("choices", "sentence"),
     [
         ({"preset": "exact"}, "The preset of tumor must be 'paper' or 'faithful'; got 'exact'"),
-        ({"kernel": "cubic"}, "'kernel' of tumor must be 'bilinear' or 'gaussian' or 'harmonic'; got 'cubic'"),
+        (
+            {"kernel": "cubic"},
+            "'kernel' of tumor must be 'bilinear' or 'gaussian' or 'harmonic' or 'square'; got 'cubic'",
+        ),
         ({"pooling": "min"}, "'pooling' of tumor must be 'max' or 'max-blur' or 'rms-blur'; got 'min'"),
         ({"projection": "min"}, "'projection' of tumor must be 'max' or 'mean' or 'attention' or 'fourier'; got 'min'"),
         ({"upsampling": "cubic"}, "'upsampling' of tumor must be 'nearest' or 'bilinear'; got 'cubic'"),
