@@ -197,7 +197,7 @@ def test_nan_and_infinity_are_named(run: Path, key: str, value: str) -> None:
         (
             "network.options.kernel",
             "cubic",
-            "'kernel' of tumor must be 'bilinear' or 'gaussian' or 'harmonic'; got 'cubic'",
+            "'kernel' of tumor must be 'bilinear' or 'gaussian' or 'harmonic' or 'square'; got 'cubic'",
         ),
         ("network.options.kernel", None, "got None"),
         ("network.options.smoothing", "yes", "'smoothing' of tumor must be False or True; got 'yes'"),

@@ -240,7 +240,7 @@ CLASSIFY = {"task": "classify"}
         (
             "tumor",
             {"kernel": "cubic"},
-            "The option 'kernel' of tumor must be 'bilinear' or 'gaussian' or 'harmonic'; got 'cubic'.",
+            "The option 'kernel' of tumor must be 'bilinear' or 'gaussian' or 'harmonic' or 'square'; got 'cubic'.",
         ),
         ("tumor", {"window_px": 90}, "'window_px' is 90, which the network does not accept; use 88 or 100."),
         ("tumor", {"window_px": 20}, "'window_px' is 20, which the network does not accept; use 88."),
