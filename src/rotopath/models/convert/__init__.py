@@ -386,10 +386,10 @@ def describe_sizes(net: fx.GraphModule, image: Tensor, reason: str) -> str:
     remedy = f"convert the network with strides={other!r}, which accepts other sizes"
     if sizes and others:
         named = [" or ".join(map(str, nearest)) for nearest in (sizes, others)]
-        sides = f"sides of {named[0]} px" if height == width else f"a height of {named[0]} px, a width of {named[1]} px"
-        remedy = f"use {sides}, or {remedy}"
+        sides = f"{named[0]} px" if height == width else f"a height of {named[0]} px and a width of {named[1]} px"
+        remedy = f"{remedy}, or use {sides}"
     reason = reason.rpartition(";")[0] or reason.rstrip(".")
-    return f"{type(net).__name__} does not accept images of {height} × {width} px, because of {reason}; {remedy}."
+    return f"The converted network does not accept images of {height} × {width} px, because of {reason}; {remedy}."
 
 
 def nearest_sizes(net: nn.Module, image: Tensor, side: int) -> list[int]:
