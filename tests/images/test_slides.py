@@ -495,6 +495,18 @@ def test_a_slide_of_kilometers_is_refused(tmp_path: Path) -> None:
         open_slide(path)
 
 
+def test_a_slide_whose_levels_have_different_shapes_is_refused(tmp_path: Path) -> None:
+    """A fuzzer found it: a damaged header stated so many columns that the search for tissue took minutes."""
+    pytest.importorskip("zarr")
+    path = write_ome_zarr(tmp_path / "a.zarr", checkers(64, 96))
+    metadata = path / "0" / "zarr.json"
+    content = json.loads(metadata.read_text())
+    content["shape"][1] = 10**6
+    metadata.write_text(json.dumps(content))
+    with pytest.raises(UnreadableImageError, match=r"a level of \d+ × \d+ px cannot show an image of \d+ × \d+ px"):
+        open_slide(path)
+
+
 def test_without_zarr_its_images_name_the_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("zarr")
     path = write_ome_zarr(tmp_path / "a.zarr", checkers(64, 64))

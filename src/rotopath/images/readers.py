@@ -39,6 +39,7 @@ from rotopath.images.files import UnreadableImageError, expect_file, parse_pixel
 
 BLOCK_PX = 512  # side of the blocks that `_OpenSlideReader` caches
 MAX_SIDE_PX = 2**24  # 4 m at 0.25 µm/px; a larger slide is damaged
+SHAPE_TOLERANCE = 0.25  # largest difference between sides of a level and those of level 0, as a fraction of the side
 MAX_CACHED_BLOCKS = 64  # these blocks need 48 MB
 WHITE = 255
 
@@ -75,15 +76,25 @@ def open_reader(path: Path) -> SlideReader:
     """Open a file, or a folder that is a slide, with the library that reads the most of its levels.
 
     Raises UnreadableImageError if no library can read the file, or if the required library is not installed, or if the
-    size of the slide is implausible.
+    sizes of the slide and its levels are implausible.
     """
     reader = _choose_reader(path)
+    fault = ""
     if max(reader.levels[0].size_px) > MAX_SIDE_PX:
+        fault = f"states a side of more than {MAX_SIDE_PX} px, which no slide has"
+    elif wrong := [level for level in reader.levels if not _has_shape_of(reader.levels[0], level)]:
+        (rows, columns), (rows0, columns0) = wrong[0].size_px, reader.levels[0].size_px
+        fault = f"is damaged: a level of {columns} × {rows} px cannot show an image of {columns0} × {rows0} px"
+    if fault:
         reader.close()
-        raise UnreadableImageError(
-            path, f"states a side of more than {MAX_SIDE_PX} px, which no slide has; download or export it again."
-        )
+        raise UnreadableImageError(path, f"{fault}; download or export it again.")
     return reader
+
+
+def _has_shape_of(first: Level, level: Level) -> bool:
+    """Return whether a level has the shape of the first one. After a damaged header, it may not."""
+    pairs = zip(level.size_px, first.size_px, strict=True)
+    return all(abs(side - side0 / level.downsample) <= SHAPE_TOLERANCE * side + 2 for side, side0 in pairs)
 
 
 def _choose_reader(path: Path) -> SlideReader:
