@@ -33,6 +33,13 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
 
 
+def test_a_seed_that_is_too_large_is_refused_before_tissue_is_made(tmp_path: Path) -> None:
+    result = run("data", "make", "--task", "tumor", "--out", str(tmp_path / "tissue"), "--seed", "9" * 30)
+    assert result.exit_code == 2
+    assert "seed" in result.output
+    assert not (tmp_path / "tissue").exists()
+
+
 def test_models_prints_all_totals_within_80_columns() -> None:
     result = run("models")
     assert result.exit_code == 0

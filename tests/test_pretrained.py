@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +171,21 @@ def test_predictions_are_the_known_ones(name: str) -> None:
     result = run.predict(image, spacing_um_px=run.task.spacing_um_px, device="cpu")
     assert len(result.objects) == objects
     assert result.map.mean() == pytest.approx(mean, abs=1e-5)
+
+
+def test_threads_that_use_one_model_at_once_have_the_known_predictions() -> None:
+    """Also those that use it first, while it is frozen to a plain CNN."""
+    name = "mitosis-amida13-n8"
+    run, image = rp.load(name), draw_tissue()
+    with ThreadPoolExecutor(4) as threads:
+        predictions = [
+            threads.submit(run.predict, image, spacing_um_px=run.task.spacing_um_px, device="cpu") for _ in range(4)
+        ]
+        results = [prediction.result() for prediction in predictions]
+    _, (objects, mean) = KNOWN[name]
+    for result in results:
+        assert len(result.objects) == objects
+        assert result.map.mean() == pytest.approx(mean, abs=1e-5)
 
 
 # Names

@@ -367,13 +367,18 @@ def test_workers_read_the_same_pixels_as_threads(tmp_path: Path) -> None:
 def test_settings_of_python_are_restored_after_a_slide() -> None:
     gc.unfreeze()
     before = sys.getswitchinterval()
-    with suppress(KeyError), tiling.switch_threads_often(), tiling.spare_old_objects():
+    with suppress(KeyError), tiling.switch_threads_often, tiling.spare_old_objects:
         assert sys.getswitchinterval() == pytest.approx(5e-4)
         assert gc.get_freeze_count() > 10_000
         raise KeyError
     assert (sys.getswitchinterval(), gc.get_freeze_count()) == (before, 0)
+    tiling.switch_threads_often.__enter__()  # of a thread that begins first, and ends first
+    with tiling.switch_threads_often:
+        tiling.switch_threads_often.__exit__()
+        assert sys.getswitchinterval() == pytest.approx(5e-4)
+    assert sys.getswitchinterval() == before
     gc.freeze()
-    with tiling.spare_old_objects():
+    with tiling.spare_old_objects:
         pass
     assert gc.get_freeze_count() > 10_000, "a program that has frozen its objects finds them frozen"
     gc.unfreeze()

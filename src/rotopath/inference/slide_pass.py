@@ -660,7 +660,7 @@ class SlidePass:
         def on_tile(done: int) -> None:
             on_progress(done, len(wanted))
 
-        with switch_threads_often(), spare_old_objects(), start_workers(self._count_workers(len(wanted))) as run:
+        with switch_threads_often, spare_old_objects, start_workers(self._count_workers(len(wanted))) as run:
             if self._stored is None:
                 device, rotations = self.model.device, self.options.rotations
                 probabilities, needs_pixels = task.to_probabilities, task.needs_pixels

@@ -662,33 +662,52 @@ def _use_gpu(gpu: int | None = None) -> None:
         torch.cuda.set_device(gpu)
 
 
-@contextmanager
-def switch_threads_often() -> Iterator[None]:
-    """Context manager: threads wait at most `SWITCH_S` for Python, in place of 5 ms, while another thread uses it.
+class _Setting:
+    """Context manager that changes a setting of Python while any thread is inside, and restores it after the last one.
 
-    The thread that starts the computations of a GPU releases Python for each of them, and waits for it each time.
+    `change` changes the setting, and returns what `restore` needs to restore it.
     """
+
+    def __init__(self, change: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+        self._change, self._restore = change, restore
+        self._lock, self._inside, self._before = Lock(), 0, None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = self._change()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._restore(self._before)
+
+
+def _switch_often() -> float:
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
+    return before
 
 
-@contextmanager
-def spare_old_objects() -> Iterator[None]:
-    """Context manager: the search for garbage leaves out objects that exist now, such as those of imported packages.
-
-    It would walk through all of them again and again, because workers send many small objects.
-    """
+def _freeze_objects() -> bool:
     was_frozen = gc.get_freeze_count() > 0
     gc.freeze()
-    try:
-        yield
-    finally:
-        if not was_frozen:
-            gc.unfreeze()
+    return was_frozen
+
+
+def _unfreeze_objects(was_frozen: bool) -> None:
+    if not was_frozen:
+        gc.unfreeze()
+
+
+# Threads wait at most SWITCH_S for Python, in place of 5 ms, while another thread uses it. The thread that starts the
+# computations of a GPU releases Python for each of them, and waits for it each time.
+switch_threads_often = _Setting(_switch_often, sys.setswitchinterval)
+# The search for garbage leaves out objects that exist now, such as those of imported packages. It would walk through
+# all of them again and again, because workers send many small objects.
+spare_old_objects = _Setting(_freeze_objects, _unfreeze_objects)
 
 
 def run_here(function: Callable[[Any], Any], items: Iterable[Any]) -> Generator[Any]:
