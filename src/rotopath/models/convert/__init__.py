@@ -582,13 +582,14 @@ def _naming_node(node: fx.Node, module: nn.Module) -> Iterator[None]:
     """Return a context manager that adds the name of `node` to the message of each ValueError raised inside.
 
     For a layer or tensor, the name is its path in `module`, with the class of the layer. For a function, the message
-    contains the name of the node and the path of the submodule that calls the function.
+    contains the name of the node, and the path and the class of the submodule that calls the function.
     """
     try:
         yield
     except ValueError as error:
         name = str(node.target) if node.op in ("call_module", "get_attr") else node.name
-        where = f" in {scope_of(node)}" if scope_of(node) and node.op != "call_module" else ""
+        scope = scope_of(node)
+        where = f" in {scope} ({type(module.get_submodule(scope)).__name__})" if scope else ""
         if node.op == "call_module":
             where = f" ({type(module.get_submodule(name)).__name__})"
         raise ValueError(f"equivariant() cannot convert {name!r}{where}: {str(error).rstrip('.')}.") from None
